@@ -1,0 +1,14 @@
+"""Marks: slow runs only with --slow, gpu and gpu2 only where the devices are."""
+import pytest
+
+
+def pytest_addoption(parser): parser.addoption("--slow", action="store_true", help="also run what takes minutes")
+
+
+def pytest_collection_modifyitems(config, items):
+    import torch
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if "gpu" in item.keywords and gpus < 1: item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if "gpu2" in item.keywords and gpus < 2: item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
