@@ -126,7 +126,8 @@ def dispatch(expert: Tensor, # (T,k) int64 ids; -1 for none
 class Level:
     """One level of a cluster: `size` children joined by links that each child owns.
 
-    `bandwidth` [B/s] a child can send (and at the same time receive) across this level; `latency` [s] a message;
+    A link is `ports` equal ports, shared out evenly among the devices below (1: all share it; 8 for a node of
+    8 GPUs: a NIC each). `bandwidth` [B/s]: what one port sends and at the same time receives; `latency` [s] a message;
     `half_size` [B]: message size that reaches half the bandwidth (efficiency s/(s+half_size); 0: always full).
     """
     name: str
@@ -134,28 +135,33 @@ class Level:
     bandwidth: float
     latency: float = 0.
     half_size: float = 0.
+    ports: int = 1
 
     def __post_init__(self):
-        if not isinstance(self.size, int) or self.size < 1: raise ValueError(f"size of level {self.name!r} must be an int >= 1, got {self.size!r}")
+        for name in ("size", "ports"):
+            v = getattr(self, name)
+            if not isinstance(v, int) or v < 1: raise ValueError(f"{name} of level {self.name!r} must be an int >= 1, got {v!r}")
         if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)): raise ValueError(f"bandwidth of level {self.name!r} must be finite and > 0 [B/s], got {self.bandwidth}")
         for name in ("latency", "half_size"):
             v = getattr(self, name)
             if not (v >= 0 and math.isfinite(v)): raise ValueError(f"{name} of level {self.name!r} must be finite and >= 0, got {v}")
 
     def seconds(self, size: float) -> float:
-        "Time of one message of `size` bytes on an idle link of this level [s]."
+        "Time of one message of `size` bytes through an idle port of this level [s]."
         return self.latency + (size + self.half_size) / self.bandwidth if size else self.latency
 
 # %% ../../nbs/core/01_types.ipynb #33af6590
 @dataclass(frozen=True)
 class Device:
-    "One GPU: dense matrix rate [FLOP/s], memory bandwidth [B/s], memory [B]."
+    "One GPU: dense matrix rate [FLOP/s], memory bandwidth [B/s], memory [B], time to start a kernel or a collective [s]."
     name: str
     flops: float
     bandwidth: float
     memory: float
+    launch: float = 0.
 
     def __post_init__(self):
+        if not (self.launch >= 0 and math.isfinite(self.launch)): raise ValueError(f"launch of device {self.name!r} must be finite and >= 0 [s], got {self.launch}")
         for n in ("flops", "bandwidth", "memory"):
             v = getattr(self, n)
             if not (v > 0 and math.isfinite(v)): raise ValueError(f"{n} of device {self.name!r} must be finite and > 0, got {v}")
@@ -171,6 +177,10 @@ class Cluster:
     def __post_init__(self):
         object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels: raise ValueError("levels must hold at least one Level")
+        below = self.num_devices
+        for l in self.levels:
+            below //= l.size
+            if below % l.ports: raise ValueError(f"ports of level {l.name!r} must divide the {below} devices below a link, got {l.ports}")
 
     @property
     def sizes(self): return tuple(l.size for l in self.levels)
