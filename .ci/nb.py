@@ -26,7 +26,8 @@ def execute(nb, cwd, timeout=600):
         if KEEPS.search(c.source) or "nbdev_export()" in c.source: c.metadata["tags"] = ["skip-execution"]
     kept = {c.id: c.outputs for c in code if "tags" in c.metadata}
     NotebookClient(run, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(cwd)}},
-                   skip_cells_with_tag="skip-execution", store_widget_state=True).execute()
+                   skip_cells_with_tag="skip-execution", store_widget_state=False).execute()
+    run.metadata.pop("widgets", None)   # ids are random, and a page has no kernel: what it shows are frames
     for c in code:
         c.metadata.pop("tags", None)
         c.metadata.pop("execution", None)
@@ -64,6 +65,7 @@ def save(path):
 
 def run(*paths):
     for p in map(Path, paths):
+        print(f"running {p}", flush=True)
         nb = execute(read(p), p.parent)
         nb.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
         nbformat.write(nb, p)

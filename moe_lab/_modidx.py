@@ -57,4 +57,9 @@ d = { 'settings': { 'branch': 'main',
                                     'moe_lab.core.types.Traffic.num_devices': ( 'core/types.html#traffic.num_devices',
                                                                                 'moe_lab/core/types.py'),
                                     'moe_lab.core.types.count_experts': ('core/types.html#count_experts', 'moe_lab/core/types.py'),
-                                    'moe_lab.core.types.dispatch': ('core/types.html#dispatch', 'moe_lab/core/types.py')}}}
+                                    'moe_lab.core.types.dispatch': ('core/types.html#dispatch', 'moe_lab/core/types.py')},
+            'moe_lab.viz.render': { 'moe_lab.viz.render._control': ('viz/render.html#_control', 'moe_lab/viz/render.py'),
+                                    'moe_lab.viz.render.bundle': ('viz/render.html#bundle', 'moe_lab/viz/render.py'),
+                                    'moe_lab.viz.render.live': ('viz/render.html#live', 'moe_lab/viz/render.py'),
+                                    'moe_lab.viz.render.show': ('viz/render.html#show', 'moe_lab/viz/render.py'),
+                                    'moe_lab.viz.render.sweep': ('viz/render.html#sweep', 'moe_lab/viz/render.py')}}}
