@@ -85,9 +85,11 @@ class Dispatch:
 
     def rows(self):
         "(T,k) int64: each assignment's row in the expert-order buffer ((E*C, D) with a capacity, else packed); -1 if dropped."
-        e = self.expert.clamp(min=0)
-        start = e * self.capacity if self.capacity is not None else self.offsets[e]
-        return torch.where(self.kept, start + self.slot, -1)
+        if "_rows" not in self.__dict__:           # asked for on the way in and on the way out: worked out once
+            e = self.expert.clamp(min=0)
+            start = e * self.capacity if self.capacity is not None else self.offsets[e]
+            self.__dict__["_rows"] = torch.where(self.kept, start + self.slot, -1)
+        return self.__dict__["_rows"]
 
 # %% ../../nbs/core/01_types.ipynb #96e4ae75
 def dispatch(expert: Tensor, # (T,k) int64 ids; -1 for none

@@ -61,7 +61,7 @@ def _k1(z_RD, weight_Tk, rows_Tk):
 def _k2(x_TD, z_RD, rows_Tk):
     (T, k), acc = rows_Tk.shape, _acc(x_TD.dtype)
     if not z_RD.shape[0]: return x_TD.new_zeros(T, k, dtype=acc)
-    z_TkD = z_RD.index_select(0, rows_Tk.clamp(min=0).reshape(-1)).view(T, k, -1)
+    z_TkD = z_RD.index_select(0, rows_Tk.clamp(min=0).reshape(-1)).view(T, k, x_TD.shape[1])
     dot = torch.bmm(z_TkD.to(acc), x_TD.to(acc)[:, :, None])[..., 0]
     return dot.masked_fill(rows_Tk < 0, 0)
 
