@@ -12,3 +12,10 @@ def pytest_collection_modifyitems(config, items):
         if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and gpus < 1: item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "gpu2" in item.keywords and gpus < 2: item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    "Four gloo ranks, started once a run; `ranks.run(f, n=2)` uses the first two."
+    from moe_lab.cluster.launch import Pool
+    with Pool(4, timeout=60, backend="gloo") as pool: yield pool
