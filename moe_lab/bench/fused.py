@@ -212,5 +212,6 @@ def main(out: str = "fused.jsonl", # JSON-lines file, appended to
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     mp.spawn(_rank, (world, out, seconds, ops.split(",")), world)
 
-
+# %% ../../nbs/bench/06_fused.ipynb #7692ee2f
+#| eval: false
 if __name__ == "__main__": main(*[type_(a) for type_, a in zip((str, float, str), sys.argv[1:])])
