@@ -9,10 +9,11 @@ __all__ = ['commands', 'overview', 'main']
 import sys
 from importlib import import_module
 
-from fastcore.script import call_parse
+from fastcore.script import anno_parser
 
 # %% ../nbs/91_cli.ipynb #6c0c73e4
 commands = {   # verb: (module, function, one line for the overview)
+    "bench": ("moe_lab.bench.harness", "bench", "time an operation against its rivals and the hardware's limit"),
 }
 
 # %% ../nbs/91_cli.ipynb #75a8c1e1
@@ -30,8 +31,9 @@ def main(argv: list[str] | None = None) -> int: # process exit status
     if verb not in commands:
         print(f"moe-lab: no command {verb!r}; there are: {', '.join(sorted(commands))}", file=sys.stderr); return 2
     module, name, _ = commands[verb]
-    sys.argv = [f"moe-lab {verb}", *rest]      # call_parse reads it
-    try: call_parse(getattr(import_module(module), name))()
+    function = getattr(import_module(module), name)
+    options = vars(anno_parser(function, prog=f"moe-lab {verb}").parse_args(rest))
+    try: function(**{k: v for k, v in options.items() if k not in ("pdb", "xtra")})     # fastcore's own two options
     except (ValueError, TypeError, FileNotFoundError) as e:
         print(f"moe-lab {verb}: {e}", file=sys.stderr); return 2
     return 0

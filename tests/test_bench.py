@@ -1,0 +1,31 @@
+"""The benchmarks' command line, and that every stored result can be read."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_lab.bench.harness import names
+from moe_lab.cli import main
+
+RESULTS = Path(__file__).parent.parent / "nbs/bench/results"
+
+
+def test_unknown_name_says_what_there_is(capsys):
+    assert main(["bench", "no-such"]) == 2
+    assert all(n in capsys.readouterr().err for n in names())
+    assert main(["bench", "list"]) == 0
+    assert all(n in capsys.readouterr().out for n in names())
+
+
+def test_runs_without_fastcore_and_nbdev():
+    code = "import sys; sys.modules['fastcore'] = sys.modules['nbdev'] = None; from moe_lab.bench.harness import names; assert names() is not None"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda p: p.stem)
+def test_stored_results_say_where_they_come_from(path):
+    data = json.loads(path.read_text())
+    if "machine" not in data: pytest.skip("a file of another form")
+    assert data["machine"]["device"] and data["machine"]["versions"]["torch"] and data["rows"]
