@@ -3,8 +3,10 @@
     python .ci/nb.py edit nbs/core/01_types.ipynb        # writes nbs/core/01_types.pct.py beside it (git-ignored)
     python .ci/nb.py save nbs/core/01_types.pct.py       # text -> notebook (ids and outputs kept), run, clean, export
     python .ci/nb.py run  nbs/core/01_types.ipynb ...    # run again and store outputs; cells flagged slow/gpu keep theirs
+    python .ci/nb.py check nbs/core/01_types.ipynb ...   # run again and say where the stored outputs differ
+    python .ci/nb.py readme                              # README.md from nbs/index.ipynb
 """
-import copy, re, subprocess, sys
+import base64, copy, json, math, re, subprocess, sys, tempfile
 from pathlib import Path
 
 import nbformat
@@ -46,6 +48,12 @@ def merge_streams(outputs):
     return out
 
 
+def shown(source):
+    "Code of functions and classes is what a reader comes for: `exports` is `export` with the source on the page."
+    has_def = re.search(r"^(def|class|@)", source, re.M)
+    return re.sub(r"\A#\|\s*export\s*$", "#| exports", source, flags=re.M) if has_def else source
+
+
 def edit(path):
     path = Path(path)
     text = path.with_suffix("").with_suffix(".pct.py")
@@ -67,13 +75,84 @@ def run(*paths):
     for p in map(Path, paths):
         print(f"running {p}", flush=True)
         nb = execute(read(p), p.parent)
+        for c in nb.cells: c.source = shown(c.source) if c.cell_type == "code" else c.source
         nb.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
         nbformat.write(nb, p)
     subprocess.run(["nbdev_clean"], check=True, cwd=ROOT)
     subprocess.run(["nbdev_export"], check=True, cwd=ROOT)
 
 
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+RANDOM = re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b|\b[0-9a-f]{32}\b| at 0x[0-9a-f]+")
+
+
+def plain(value):
+    "JSON of a figure with Plotly's packed arrays as lists, so that they compare as numbers."
+    if isinstance(value, list): return [plain(v) for v in value]
+    if not isinstance(value, dict): return value
+    if set(value) >= {"bdata", "dtype"}:
+        import numpy as np
+        return np.frombuffer(base64.b64decode(value["bdata"]), dtype=value["dtype"]).tolist()
+    return {k: plain(v) for k, v in value.items()}
+
+
+def normal(output):
+    "An output as text, without what changes from run to run; '' for stderr. A figure is its JSON: the html says the same."
+    if output.output_type == "stream": return "" if output.name == "stderr" else RANDOM.sub("", output.text)
+    if output.output_type == "error": return f"{output.ename}: {output.evalue}"
+    data = {k: "an image" if k.startswith("image/") else v for k, v in output.data.items()}
+    figure = "application/vnd.plotly.v1+json"
+    if figure in data: data = {figure: plain(data[figure])}
+    return RANDOM.sub("", json.dumps(data, sort_keys=True, indent=0, ensure_ascii=False))
+
+
+def same(a, b):
+    "Are two texts equal, numbers with a fraction up to one in their last digit or 1e-4? Processors round differently."
+    def close(x, y):
+        if x == y: return True
+        if not set(x + y) & set(".eE"): return False
+        last = 10.0 ** -min(len(v.partition(".")[2]) if "e" not in v.lower() else 99 for v in (x, y))
+        return math.isclose(float(x), float(y), rel_tol=1e-4, abs_tol=max(1.01 * last, 1e-9))
+    return NUMBER.sub("#", a) == NUMBER.sub("#", b) and all(map(close, NUMBER.findall(a), NUMBER.findall(b)))
+
+
+def stale(stored, fresh):
+    "Where stored outputs differ from fresh ones: one text a cell, empty when all are the same."
+    out = []
+    for old, new in zip(stored.cells, fresh.cells, strict=True):
+        a, b = ([t for o in c.get("outputs", []) if (t := normal(o))] for c in (old, new))
+        if len(a) != len(b) or not all(map(same, a, b)):
+            show = lambda texts: "\n".join(texts)[:1500] or "(nothing)"
+            out.append(f"--- {old.source[:200]}\nstored:\n{show(a)}\nfresh:\n{show(b)}")
+    return out
+
+
+def check(*paths):
+    bad = [t for p in map(Path, paths) for t in stale(read(p), execute(read(p), p.parent))]
+    if bad: sys.exit("\n".join(bad))
+
+
+def readme_text():
+    "README.md: nbs/index.ipynb as nbdev shows it, links to notebooks relative to the top."
+    from nbconvert import MarkdownExporter
+    from nbdev.processors import FilterDefaults
+    from nbdev.serve_drv import exec_nb
+    with tempfile.TemporaryDirectory() as tmp:
+        exec_nb(ROOT / "nbs/index.ipynb", Path(tmp) / "index.ipynb", FilterDefaults)
+        d = json.loads((Path(tmp) / "index.ipynb").read_text())
+    for c in d["cells"]: c.pop("has_sd", None)
+    nb = nbformat.reads(json.dumps(d), as_version=4)
+    front = dict(re.findall(r"^(title|description):\s*(.*)$", nb.cells.pop(0).source, re.M))
+    nb.metadata["language_info"] = {"name": "python"}      # or code blocks lose their language
+    body = MarkdownExporter().from_notebook_node(nb)[0]
+    body = re.sub(r"\]\((?!https?:|#)([^()\s]+\.ipynb)", r"](nbs/\1", body)
+    return re.sub(r"\n{3,}", "\n\n", f"# {front['title']}\n\n> {front['description']}\n\n{body}").strip() + "\n"
+
+
+def readme(to=ROOT / "README.md"): sys.stdout.write(readme_text()) if to == "-" else Path(to).write_text(readme_text())
+
+
 if __name__ == "__main__":
-    verbs = dict(edit=edit, save=save, run=run)
-    if len(sys.argv) < 3 or sys.argv[1] not in verbs: sys.exit(__doc__)
+    verbs = dict(edit=edit, save=save, run=run, check=check, readme=readme)
+    if len(sys.argv) < 2 or sys.argv[1] not in verbs: sys.exit(__doc__)
     verbs[sys.argv[1]](*sys.argv[2:])

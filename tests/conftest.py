@@ -1,4 +1,4 @@
-"""Marks: slow runs only with --slow, gpu and gpu2 only where the devices are."""
+"""Marks (slow runs only with --slow, gpu and gpu2 only where the devices are), the ranks, and what runs beside what under `-n`."""
 import pytest
 
 
@@ -8,10 +8,15 @@ def pytest_addoption(parser): parser.addoption("--slow", action="store_true", he
 def pytest_collection_modifyitems(config, items):
     import torch
     gpus = torch.cuda.device_count()
+    with_ranks = {item.path for item in items if "ranks" in item.fixturenames}
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and gpus < 1: item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "gpu2" in item.keywords and gpus < 2: item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+        # The tests of a file share what they prepare and those with ranks share one pool, so one worker runs them.
+        # Notebooks go to whoever is free.
+        group = "ranks" if item.path in with_ranks else item.path.stem
+        if group != "test_notebooks": item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

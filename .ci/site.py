@@ -1,0 +1,131 @@
+"""Builds the site in _docs/ (`make docs`): with Quarto where it is installed, elsewhere with smalldocs.
+
+Both read the notebooks as nbdev processes them (_proc/) and the same _quarto.yml. What neither does is done to the
+finished pages: nothing is fetched from elsewhere, links between our pages are relative, reading time is shown.
+"""
+import json, os, re, shutil, subprocess, sys, tempfile
+from html import unescape
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS, PROC, DOCS = ROOT / "nbs", ROOT / "_proc", ROOT / "_docs"
+
+# The rooms in reading order. Inside a room notebooks follow their numbers; a folder that is not listed comes last.
+ROOMS = dict(core="What flows", cluster="Clusters and ranks", routing="Routing", experts="Experts on one device",
+             comm="Between devices", models="Models and training", sim="The simulator", placement="Where experts live",
+             hybrid_ep="Across data centres", inference="Serving", bench="Benchmarks", viz="Pictures")
+
+
+def sidebar():
+    "The contents of the sidebar: the front matter of the book, the rooms, then the tools (top-level notebooks from 50 on)."
+    books = sorted(p.relative_to(NBS) for p in NBS.rglob("*.ipynb") if not any(x.startswith(("_", ".")) for x in p.relative_to(NBS).parts))
+    top = [p.name for p in books if len(p.parts) == 1 and p.name != "index.ipynb"]
+    late = [n for n in top if n[:2].isdigit() and int(n[:2]) >= 50]
+    rooms = {}
+    for p in books:
+        if len(p.parts) > 1: rooms.setdefault(p.parts[0], []).append(p.as_posix())
+    order = [r for r in ROOMS if r in rooms] + [r for r in rooms if r not in ROOMS]
+    sections = [dict(section=ROOMS.get(r, r.replace("_", " ").capitalize()), contents=rooms[r]) for r in order]
+    return ["index.ipynb", *(n for n in top if n not in late), *sections, *([dict(section="Tools", contents=late)] if late else [])]
+
+
+def process():
+    "The notebooks as readers see them, in _proc/; needs no Quarto."
+    from nbdev.quarto import refresh_quarto_yml
+    from nbdev.serve import proc_nbs
+    refresh_quarto_yml()
+    (NBS / "sidebar.yml").write_text(yaml.safe_dump(dict(website=dict(sidebar=dict(contents=sidebar()))), sort_keys=False))
+    if not shutil.which("quarto"): proc_nbs(force=True, n_workers=2)
+
+
+def output_name(nb):
+    "The page's file name that nbdev announces in the front matter: the number is dropped."
+    first = nb["cells"][0]
+    front = yaml.safe_load("".join(first["source"]).strip().strip("-")) if first["cell_type"] == "raw" else {}
+    return (front or {}).get("output-file")
+
+
+def renamed(value, names):
+    "A part of the configuration with every notebook under its page's name."
+    if isinstance(value, dict): return {k: renamed(v, names) for k, v in value.items()}
+    if isinstance(value, list): return [renamed(v, names) for v in value]
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def smalldocs(work):
+    "Render _proc/ in the folder `work`, where each notebook has the name of its page."
+    from smalldocs.config import merge
+    from smalldocs.site import build
+    files = [p.relative_to(PROC) for p in PROC.rglob("*") if p.is_file() and p.suffix not in (".yml", ".py")]
+    books = {p: json.loads((PROC / p).read_text()) for p in files if p.suffix == ".ipynb"}
+    names = {p.as_posix(): p.with_name(output_name(nb) or p.name).with_suffix(".ipynb").as_posix() for p, nb in books.items()}
+    for p in files:
+        to = work / names.get(p.as_posix(), p)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if p not in books: shutil.copy(PROC / p, to); continue
+        def link(m, folder=p.parent):
+            target = os.path.normpath(folder / m[1])
+            return f"]({os.path.relpath(names.get(target, target), folder)}"
+        for c in books[p]["cells"]:
+            if c["cell_type"] == "markdown": c["source"] = re.sub(r"\]\(([^()#\s:]+\.ipynb)", link, "".join(c["source"]))
+        to.write_text(json.dumps(books[p]))
+    config = {}
+    for f in (ROOT / "_quarto.yml", NBS / "nbdev.yml", NBS / "sidebar.yml"): config = merge(config, yaml.safe_load(f.read_text()))
+    config["project"] = dict(type="website", render=["**/*.ipynb"]) | {"output-dir": "_docs"}
+    del config["execute"], config["format"]["html"]["html-math-method"]     # smalldocs runs no code; `mathml` below
+    (work / "_quarto.yml").write_text(yaml.safe_dump(renamed(config, names)))
+    site = build(work, quiet=True)
+    warnings = [w for w in site.warnings if "output-file" not in w]
+    if warnings: sys.exit("\n".join(["smalldocs:", *warnings]))
+    shutil.rmtree(DOCS, ignore_errors=True)
+    shutil.move(work / "_docs", DOCS)
+
+
+def mathml(m):
+    "The MathML of TeX that smalldocs left for a script."
+    from latex2mathml.converter import convert
+    tex = unescape(m[2]).strip()[2:-2].replace("{aligned}", "{split}")
+    return convert(tex, display="block" if m[1] == "display" else "inline")
+
+
+def reading_time(html):
+    "Minutes to read a page: 200 words of prose a minute, 15 lines of code."
+    body = html[html.find("<main"):html.find("</main")]
+    body = re.sub(r"<(script|style|svg)\b.*?</\1>", " ", body, flags=re.S)
+    code = "\n".join(re.findall(r"<pre\b.*?</pre>", body, flags=re.S))
+    words = len(re.sub(r"<[^>]*>", " ", re.sub(r"<pre\b.*?</pre>", " ", body, flags=re.S)).split())
+    return max(1, round(words / 200 + code.count("\n") / 15))
+
+
+def finish():
+    "What both renderers leave to do, on every page."
+    from nbdev.config import get_config
+    from plotly.offline import get_plotlyjs
+    cfg = get_config()
+    home = f"{cfg.doc_host}{cfg.doc_baseurl}".rstrip("/") + "/"
+    libs = DOCS / "site_libs"
+    (libs / "plotly.min.js").write_text(get_plotlyjs())
+    for css in libs.rglob("*.css"): css.write_text(re.sub(r"""@import\s*(url\([^)]*\)|"[^"]*"|'[^']*')[^;]*;""", "", css.read_text()))
+    for page in DOCS.rglob("*.html"):
+        html, up = page.read_text(), "../" * (len(page.relative_to(DOCS).parts) - 1)
+        html = re.sub(r'<(?:script|link)[^>]*cdn\.jsdelivr\.net/npm/katex[^>]*>(?:</script>)?', "", html)
+        html = re.sub(r'<span class="math (inline|display)">(.*?)</span>', mathml, html, flags=re.S)
+        head, *rest = re.split(r'<script[^>]*src="https://cdn\.plot\.ly/[^>]*></script>', html)
+        if rest: html = f'{head}<script src="{up}site_libs/plotly.min.js"></script>{"".join(rest)}'
+        html = html.replace(home, up or "./")
+        html = re.sub(r'(<h1 class="title">.*?</h1>)', lambda m: f'{m[1]}<p class="reading-time">{reading_time(html)} min</p>', html, count=1, flags=re.S)
+        page.write_text(html)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process()
+    if shutil.which("quarto"): subprocess.run(["nbdev_docs"], check=True)
+    else:
+        with tempfile.TemporaryDirectory() as work: smalldocs(Path(work))
+    finish()
+    print(f"{len(list(DOCS.rglob('*.html')))} pages in {DOCS.relative_to(ROOT)}/")
