@@ -155,19 +155,21 @@ def default_tiles(
     columns: int, # of the output that neighbouring tiles can share
     transposed: bool = False, # walks down columns
     shared: int = 227, # KiB of shared memory
-) -> dict: # BM, BN, BK, PART, GROUP, FLAT, num_warps, num_stages
+) -> dict: # BM, BN, BK, PART, GROUP, FLAT, PER_SM (programs a multiprocessor), num_warps, num_stages
     "The tile sizes that a product uses unless told otherwise."
     wide = dtype.itemsize == 2 and shared >= 200
     BM, BN = (min(block, 128), 256) if wide else (min(block, 64), 64)
     if kind == "sdd": BN = min(BN, columns & -columns)      # the largest power of two that divides
     else: BN = _pow2(columns, 16, BN)
-    return dict(BM=BM, BN=BN, BK=min(block, 64 if wide else 32), PART=min(BN, 128, block if kind == "sdd" else BN), GROUP=8, FLAT=True,
-                num_warps=8 if BM * BN > 128 * 128 else 4, num_stages=3 if wide else 2)
+    big = BM * BN > 128 * 128
+    return dict(BM=BM, BN=BN, BK=min(block, 64 if wide else 32), PART=min(BN, 128, block if kind == "sdd" else BN), GROUP=8, FLAT=True, PER_SM=1 if big else 2,
+                num_warps=8 if big else 4, num_stages=3 if wide else 2)
 
 # %% ../../nbs/experts/02b_products_kernels.ipynb #c50166f1
 def _launch(kernel, tiles, num_tiles, device, *args, **constants):
     if not num_tiles: return
-    programs = _device(device.index)[0] * (2 if tiles["num_warps"] == 4 else 1)
+    tiles = dict(tiles)
+    programs = _device(device.index)[0] * tiles.pop("PER_SM")
     ieee = not torch.backends.cuda.matmul.allow_tf32
     kernel[(min(programs, num_tiles),)](*args, **constants, IEEE=ieee, **tiles)
 
