@@ -174,8 +174,9 @@ def bench_gemv(log, buf, deadline, shapes=GEMV_SHAPES):
         _case(log, "gemv parts", dict(M=M, K=K, N=N), {"mm alone": lambda: torch.mm(x, w.t(), out=y), "NCCL alone": lambda: dist.all_reduce(y)}, None, buf, load, deadline)
         _case(log, "gemv + all-reduce, pair", dict(M=M, K=K, N=N), v, None, buf, load, deadline)
         v = {"float32 pair": pair32}
-        for BN, BK in ((16, 512), (8, 1024), (8, 512), (4, 1024), (16, 256)): v[f"fused {BN}x{BK}"] = send(BN=BN, BK=BK)
-        for p in (1, 2, 4): v[f"fused 8x512, {p} programs an SM"] = send(BN=8, BK=512, programs=p * sms)
+        for BN, BK, programs, warps in ((8, 512, 4, 4), (8, 512, 3, 4), (4, 512, 4, 4), (4, 512, 6, 4), (4, 512, 7, 4), (4, 1024, 4, 4), (4, 1024, 3, 8),
+                                        (8, 1024, 2, 8), (2, 1024, 6, 4), (2, 1024, 7, 4), (8, 256, 6, 4), (16, 512, 3, 4)):
+            v[f"fused {BN}x{BK}, {programs} programs an SM, {warps} warps"] = send(BN=BN, BK=BK, programs=programs * sms, num_warps=warps)
         _case(log, "gemv + all-reduce", dict(M=M, K=K, N=N), v, lambda: pair32().clone(), buf, load, deadline)
 
 # %% ../../nbs/bench/06_fused.ipynb #918d659c

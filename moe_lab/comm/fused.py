@@ -47,7 +47,8 @@ def _gemv_plain(x_MK, weight_NK, group):
 
 # %% ../../nbs/comm/04b_fused.ipynb #95b982c9
 _no_multicast = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-SLICES = 16           # flags a peer raises in one call
+SLICES = 16           # most flags that a peer raises in one call of a sliced operator
+_FLAGS = 2 * 1024     # flags kept for a peer: two phases, one a program
 
 
 class PeerBuffer:
@@ -64,14 +65,13 @@ class PeerBuffer:
         name, dev = group.group_name, torch.device("cuda", torch.cuda.current_device())
         self.memory = symm.empty(2 * self.nbytes, dtype=torch.uint8, device=dev)
         self.handle = symm.rendezvous(self.memory, name)
-        self.flags = symm.empty(2 * self.world * SLICES, dtype=torch.int32, device=dev)
+        self.flags = symm.empty(self.world * _FLAGS, dtype=torch.int32, device=dev)
         flag_handle = symm.rendezvous(self.flags, name)
         if self.handle.multicast_ptr or flag_handle.multicast_ptr: raise RuntimeError("symmetric memory came with a multicast address")
         self.flags.zero_()
-        self.count = torch.zeros(2 * self.world * SLICES, dtype=torch.int32, device=dev)
+        self.count = torch.zeros(self.world * SLICES, dtype=torch.int32, device=dev)
         self.err = torch.zeros(1, dtype=torch.int32, device=dev)
-        phase = [[p + 4 * half * self.world * SLICES for p in flag_handle.buffer_ptrs] for half in (0, 1)]
-        self.flag_table = torch.tensor(phase[0] + phase[1], dtype=torch.int64, device=dev)
+        self.flag_table = torch.tensor(flag_handle.buffer_ptrs, dtype=torch.int64, device=dev)
         self.buffer_table = [torch.tensor([p + i * self.nbytes for p in self.handle.buffer_ptrs], dtype=torch.int64, device=dev) for i in (0, 1)]
         self.side = torch.cuda.Stream()
         self.epoch, self._flag_handle, self._cache = 0, flag_handle, {}
@@ -167,9 +167,10 @@ def gemm_send(x_WECK, weight_ENK, buf: PeerBuffer, order=(2, 3), end="barrier", 
     own = E * mt * nt
     programs = programs or torch.cuda.get_device_properties(x_WECK.device).multi_processor_count
     slices = next(s for s in range(min(SLICES, own), 0, -1) if own % s == 0)
+    if W > 8: raise ValueError(f"at most 8 ranks, got {W}")
     outs = tuple(desc(buf.view(d, i, (W, E * C, N), x_WECK.dtype)[buf.rank], t["BM"], t["BN"]) for d in range(W))
     k.gemm_send[(programs,)](
-        desc(x_WECK.reshape(W * E * C, K), t["BM"], t["BK"]), desc(weight_ENK.reshape(E * N, K), t["BN"], t["BK"]), outs,
+        desc(x_WECK.reshape(W * E * C, K), t["BM"], t["BK"]), desc(weight_ENK.reshape(E * N, K), t["BN"], t["BK"]), *outs, *[None] * (8 - W),
         buf.count, buf.flag_table, buf.flags, buf.err, -(-W * own // programs), buf.rank, own, own * (W - 1), *order,
         C, mt, nt, N, K, E, own // slices if end == "flags" else 0, slices, buf.epoch, W=W, STAGES=t["STAGES"], GROUP=t["GROUP"],
         FLAGS=_pow2(W * slices), num_warps=8)
@@ -236,7 +237,7 @@ def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert
     return _GemmAllToAll.apply(x_WECK, weight_ENK, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #08794de8
-def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), programs=None, samples=8, num_warps=4) -> Tensor:
+def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), programs=None, samples=16, num_warps=4) -> Tensor:
     "The fused kernel: pooled rows go straight to their owners; (B/W, W*t, D), a view of the receive buffer."
     from moe_lab.comm import fused_kernels as k
     (t, V, D), (_, B, L), W = table_tVD.shape, index_tBL.shape, buf.world
@@ -285,21 +286,21 @@ def embedding_all_to_all(table_tVD: Tensor, # this rank's t tables
     return _EmbeddingAllToAll.apply(table_tVD, index_tBL, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #4a21841c
-def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, programs=None, BN=16, BK=512, num_warps=4) -> Tensor:
+def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, programs=None, BN=8, BK=512, num_warps=4) -> Tensor:
     "The fused kernel, two-phase direct: partial sums to each column's owner, sums to everybody; (M,N) float32, a view of the receive buffer."
     from moe_lab.comm import fused_kernels as k
     (M, K), N, W = x_MK.shape, weight_NK.shape[0], buf.world
-    i, tiles = buf.turn(), -(-N // (W * BN))
-    owned = tiles * BN
-    slices = next(s for s in range(min(SLICES, tiles), 0, -1) if tiles % s == 0)
-    programs = programs or 2 * torch.cuda.get_device_properties(x_MK.device).multi_processor_count
-    k.gemv_reduce[(min(programs, W * tiles),)](
-        x_MK, weight_NK, buf.buffer_table[i], buf.count, buf.flag_table, buf.flags, buf.err, buf.rank, 0, W * M * owned, M, N, K, owned, tiles,
-        tiles // slices, slices, buf.epoch, BN=BN, BK=min(BK, _pow2(K)), W=W, FLAGS=_pow2(2 * W * slices), num_warps=num_warps)
+    i, owned = buf.turn(), _owned(N, W, BN)
+    # every program waits for its twins, so all must be resident at once: 4 a multiprocessor fit
+    programs = programs or 4 * torch.cuda.get_device_properties(x_MK.device).multi_processor_count
+    k.gemv_reduce[(min(programs, owned // BN, 1024),)](
+        x_MK, weight_NK, buf.buffer_table[i], buf.flags, buf.flag_table, buf.err, buf.rank, 0, W * M * owned, M, N, K, owned, buf.epoch,
+        BN=BN, BK=min(BK, _pow2(K)), W=W, num_warps=num_warps)
     return buf.view(buf.rank, i, (W * M * owned + M * N,), torch.float32)[W * M * owned:].view(M, N)
 
 
-def _gemv_bytes(M, N, W, BN=16): return 4 * M * (-(-N // (W * BN)) * W * BN + N)
+def _owned(N, W, BN): return -(-N // (W * BN)) * BN
+def _gemv_bytes(M, N, W, BN=8): return 4 * M * (W * _owned(N, W, BN) + N)
 
 # %% ../../nbs/comm/04b_fused.ipynb #de585d03
 class _GemvAllReduce(torch.autograd.Function):
