@@ -23,29 +23,27 @@ def _real(r: Routing, values: Tensor) -> Tensor:
     values = values.to(widen(values.dtype))
     return values if r.mask is None else values.masked_fill(~r.mask.view(-1, *[1] * (values.ndim - 1)), 0.)
 
-def _sum_over(group, value: Tensor) -> Tensor:
-    "Sum over the ranks of `group` (None: one process); carries no gradient."
+def _over_ranks(value: Tensor, group) -> Tensor:
+    "Sum over the ranks of `group` (None: one process). The gradient of a rank's own part is scaled by W, as gradients are averaged later."
     if group is None: return value
-    value = value.detach().clone()
-    dist.all_reduce(value, group=group)
-    return value
+    total = value.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total + dist.get_world_size(group) * (value - value.detach()) if value.requires_grad else total
 
-def _tokens(r: Routing, group) -> Tensor:
-    "Real tokens a rank holds on average; at least a tiny share, so that no tokens give a loss of 0 and not NaN."
-    n = torch.tensor(float(r.num_tokens), device=r.probs.device, dtype=torch.float64) if r.mask is None else r.mask.sum().double()
-    ranks = 1 if group is None else dist.get_world_size(group)
-    return (_sum_over(group, n) / ranks).clamp(min=1 / ranks)
+def _mean(r: Routing, values: Tensor, group) -> Tensor:
+    "Mean over the real tokens of all ranks; 0 without tokens, and still in the graph."
+    n = torch.full((), r.num_tokens, device=values.device) if r.mask is None else r.mask.sum()
+    return _over_ranks(_real(r, values).sum(0), group) / _over_ranks(n, group).clamp(min=1)
 
 # %% ../../nbs/routing/02_balance.ipynb #ecebc2f5
 def expert_share(r: Routing, first: bool = False, group=None) -> Tensor: # (E,) sums to 1
     "f: the share of all assignments (or of first choices) that each expert received, before any drop."
-    n = _sum_over(group, count_experts(r.expert[:, :1] if first else r.expert, r.num_experts))
+    n = _over_ranks(count_experts(r.expert[:, :1] if first else r.expert, r.num_experts), group)
     return n.to(widen(r.probs.dtype)) / n.sum().clamp(min=1)
 
 def mean_probs(r: Routing, group=None) -> Tensor: # (E,)
     "P: the mean probability of each expert over real tokens; differentiable."
-    p = _real(r, r.probs).sum(0)
-    return p / _tokens(r, group).to(p.dtype)
+    return _mean(r, r.probs, group)
 
 # %% ../../nbs/routing/02_balance.ipynb #68c7292e
 def balance_loss(r: Routing, # from any gate
@@ -73,28 +71,27 @@ def _cv2(x: Tensor) -> Tensor:
     mean = x.mean()
     return (x - mean).square().sum() / max(len(x) - 1, 1) / mean.square().clamp(min=torch.finfo(x.dtype).tiny)
 
-def importance_loss(r: Routing) -> Tensor: # scalar, 0 when balanced
+def importance_loss(r: Routing, group=None) -> Tensor: # scalar, 0 when balanced
     "CV^2 of each expert's summed probability."
-    return _cv2(_real(r, r.probs).sum(0))
+    return _cv2(_over_ranks(_real(r, r.probs).sum(0), group))
 
-def load_loss(r: Routing) -> Tensor: # scalar, 0 when balanced
+def load_loss(r: Routing, group=None) -> Tensor: # scalar, 0 when balanced
     """CV^2 of each expert's expected load under fresh noise; needs `Gaussian` noise to have a gradient.
 
     Logits on both sides, as in V-MoE; Tutel's code compares a probability with a logit. Without noise it is the CV^2 of the counts.
     """
-    if not isinstance(r, NoisyRouting): return _cv2(r.counts().to(widen(r.probs.dtype)))
+    if not isinstance(r, NoisyRouting): return _cv2(_over_ranks(r.counts(), group).to(widen(r.probs.dtype)))
     threshold = topk(r.noisy, r.top_k)[0][:, -1:]
-    return _cv2(_real(r, torch.special.ndtr((r.logits - threshold) / r.std)).sum(0))
+    return _cv2(_over_ranks(_real(r, torch.special.ndtr((r.logits - threshold) / r.std)).sum(0), group))
 
-def importance_load_loss(r: Routing) -> Tensor: # scalar
+def importance_load_loss(r: Routing, group=None) -> Tensor: # scalar
     "Tutel's load_importance_loss: the mean of the two."
-    return (importance_loss(r) + load_loss(r)) / 2
+    return (importance_loss(r, group) + load_loss(r, group)) / 2
 
 # %% ../../nbs/routing/02_balance.ipynb #b3feaaaa
 def z_loss(r: Routing, group=None) -> Tensor: # scalar
     "Mean over real tokens of logsumexp(logits)^2. A NaN logit of a real token shows here."
-    z = _real(r, r.logits).logsumexp(-1).square()
-    return _real(r, z).sum() / _tokens(r, group).to(z.dtype)
+    return _mean(r, _real(r, r.logits).logsumexp(-1).square(), group)
 
 # %% ../../nbs/routing/02_balance.ipynb #d207823a
 def over_layers(routings: Sequence[Routing], # one per layer

@@ -89,8 +89,8 @@ def drop_priority(r: Routing, policy: str = "position") -> Tensor | None: # what
 # %% ../../nbs/routing/03_capacity.ipynb #4d5754b8
 def drop_share(d: Dispatch) -> Tensor: # scalar in [0, 1]
     "Dropped assignments over all assignments; 0 when there are none."
-    wanted = (d.expert >= 0).sum()
-    return 1 - d.kept.sum() / wanted.clamp(min=1) if d.expert.numel() else torch.zeros((), device=d.expert.device)
+    wanted = d.expert >= 0
+    return (wanted & ~d.kept).sum() / wanted.sum().clamp(min=1)
 
 def kept_weight(weight: Tensor, # (T,k)
                 d: Dispatch,

@@ -47,7 +47,8 @@ def softmax(logits: Tensor) -> Tensor: # (T,E) -> (T,E)
 
 def sigmoid(logits: Tensor) -> Tensor: # (T,E) -> (T,E)
     "Independent scores in (0, 1); 0 where a logit is not finite."
-    return logits.sigmoid().masked_fill(~logits.isfinite(), 0.)
+    bad = ~logits.isfinite()
+    return logits.masked_fill(bad, -math.inf).sigmoid().masked_fill(bad, 0.)
 
 _scores = dict(softmax=softmax, sigmoid=sigmoid)
 
@@ -155,7 +156,7 @@ class CosineRouter(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             z = F.normalize(_WideLinear.apply(x, self.proj), dim=-1)
             m = F.normalize(self.experts.to(z.dtype), dim=-1)
-            return z @ m.t() * self.log_scale.to(z.dtype).clamp(max=math.log(100)).exp()
+            return _WideLinear.apply(z, m) * self.log_scale.to(z.dtype).clamp(max=math.log(100)).exp()
 
 # %% ../../nbs/routing/01_gate.ipynb #4b5cb6aa
 @dataclass(frozen=True, eq=False)
@@ -197,6 +198,7 @@ class TopKGate(nn.Module):
         self.renormalize = top_k > 1 if renormalize is None else renormalize
         self.groups, self.keep_groups = groups, keep_groups
         self.noise = (noise,) if isinstance(noise, Noise) else tuple(noise)
+        self.std = math.hypot(*(n.std for n in self.noise if isinstance(n, Gaussian)))
         self.router = LinearRouter(d_model, num_experts) if router is None else router
         self.register_buffer("bias", torch.zeros(num_experts) if bias else None)
         self._check_options()
@@ -247,6 +249,8 @@ class TopKGate(nn.Module):
                ) -> Routing:
         _check_input(x, mask, self.d_model)
         noise = self.noise if self.training else ()
+        if expert is not None and any(isinstance(n, RandomSecond) for n in noise):
+            raise ValueError("expert cannot be given to a gate with RandomSecond noise: a second expert that was not used left no id")
         for n in noise: x = n.on_input(x)
         with torch.autocast(x.device.type, enabled=False):
             logits = noisy = self.router(x)
@@ -263,8 +267,7 @@ class TopKGate(nn.Module):
             if mask is not None: chosen = chosen.masked_fill(~mask[:, None], -1)
             weight = weight.masked_fill(chosen < 0, 0.)
             probs = renormalize(scores) if self.score == "sigmoid" else scores
-        std = max((n.std for n in noise if isinstance(n, Gaussian)), default=0.)
-        if std: return NoisyRouting(chosen, weight, probs, logits, mask, noisy, std)
+        if noise and self.std: return NoisyRouting(chosen, weight, probs, logits, mask, noisy, self.std)
         return Routing(chosen, weight, probs, logits, mask)
 
     @torch.no_grad()
