@@ -3,13 +3,19 @@
 Both read the notebooks as nbdev processes them (_proc/) and the same _quarto.yml. What neither does is done to the
 finished pages: nothing is fetched from elsewhere, links between our pages are relative, reading time is shown.
 """
-import json, os, re, shutil, subprocess, sys, tempfile
+import ast, json, os, re, shutil, subprocess, sys, tempfile
 from html import unescape
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import yaml
+from nbdev.config import get_config
+from nbdev.processors import FilterDefaults, exec_show_docs
+from nbdev.quarto import refresh_quarto_yml
+from nbdev.serve_drv import exec_nb
+
 NBS, PROC, DOCS = ROOT / "nbs", ROOT / "_proc", ROOT / "_docs"
 
 # The rooms in reading order. Inside a room notebooks follow their numbers; a folder that is not listed comes last.
@@ -31,13 +37,37 @@ def sidebar():
     return ["index.ipynb", *(n for n in top if n not in late), *sections, *([dict(section="Tools", contents=late)] if late else [])]
 
 
+class show_docs(exec_show_docs):
+    """nbdev's, with the names of the finished module: at a build no cell runs but imports.
+    nbdev runs every cell that holds an import anywhere, without the cells before it."""
+    def begin(self):
+        super().begin()
+        for c in self.nb.cells:
+            if "default_exp" in c.directives_: self.k.run_cell(f"from moe_lab.{c.directives_['default_exp'][0]} import *")
+
+    def __call__(self, cell):
+        tree = cell.parsed_() if cell.cell_type == "code" and "eval:" not in cell.directives_ else None
+        if tree and (re.search(r"^show_doc\(", cell.source, re.M) or all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in tree)): self.k.cell(cell)
+        if self.k.exc: raise RuntimeError(f"in the cell\n{cell.source}") from self.k.exc
+
+
+class Filter(FilterDefaults):
+    "nbdev's processing of a notebook for readers."
+    def base_procs(self): return [show_docs if p is exec_show_docs else p for p in super().base_procs()]
+
+
 def process():
-    "The notebooks as readers see them, in _proc/; needs no Quarto."
-    from nbdev.quarto import refresh_quarto_yml
-    from nbdev.serve import proc_nbs
+    "The notebooks as readers see them, and all that lies beside them, in _proc/."
     refresh_quarto_yml()
     (NBS / "sidebar.yml").write_text(yaml.safe_dump(dict(website=dict(sidebar=dict(contents=sidebar()))), sort_keys=False))
-    if not shutil.which("quarto"): proc_nbs(force=True, n_workers=2)
+    shutil.rmtree(PROC, ignore_errors=True)
+    for p in sorted(NBS.rglob("*")):
+        part = p.relative_to(NBS)
+        hidden = any(x.startswith((".", "_")) for x in part.parts) and part.name != "_quarto.yml"
+        if p.is_dir() or hidden or p.name.endswith(".pct.py"): continue
+        (PROC / part).parent.mkdir(parents=True, exist_ok=True)
+        if p.suffix == ".ipynb": exec_nb(p, PROC / part, Filter)
+        else: shutil.copy(p, PROC / part)
 
 
 def output_name(nb):
@@ -101,7 +131,6 @@ def reading_time(html):
 
 def finish():
     "What both renderers leave to do, on every page."
-    from nbdev.config import get_config
     from plotly.offline import get_plotlyjs
     cfg = get_config()
     home = f"{cfg.doc_host}{cfg.doc_baseurl}".rstrip("/") + "/"
@@ -121,10 +150,11 @@ def finish():
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process()
-    if shutil.which("quarto"): subprocess.run(["nbdev_docs"], check=True)
+    if shutil.which("quarto"):
+        subprocess.run(["quarto", "render", "--no-cache"], cwd=PROC, check=True)
+        shutil.rmtree(DOCS, ignore_errors=True)
+        shutil.move(PROC / DOCS.name, DOCS)
     else:
         with tempfile.TemporaryDirectory() as work: smalldocs(Path(work))
     finish()
