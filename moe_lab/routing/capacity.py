@@ -20,11 +20,11 @@ from .gate import renormalize
 # %% ../../nbs/routing/03_capacity.ipynb #f8434bcc
 def _ceil_div(a: int, b: int) -> int: return -(-a // b)
 
-def _paper(T, E, k, f): return math.ceil(k * f * T / E)
-def _tutel(T, E, k, f): return k * int(f * _ceil_div(T, E))
-def _deepspeed(T, E, k, f): return max(4, math.ceil(k * f * T / E))
-def _fastmoe(T, E, k, f): return math.ceil(f * T) * k // E
-def _fairseq(T, E, k, f): return int(f * _ceil_div(T, E)) if k == 1 else 2 * _ceil_div(T, E)
+def _paper(T, E, k, f): return _ceil_div(k * f.numerator * T, f.denominator * E)
+def _tutel(T, E, k, f): return k * (f.numerator * _ceil_div(T, E) // f.denominator)
+def _deepspeed(T, E, k, f): return max(4, _paper(T, E, k, f))
+def _fastmoe(T, E, k, f): return _ceil_div(f.numerator * T, f.denominator) * k // E
+def _fairseq(T, E, k, f): return _tutel(T, E, 1, f) if k == 1 else 2 * _ceil_div(T, E)
 
 rules = dict(gshard=_paper, switch=_paper, tutel=_tutel, deepspeed=_deepspeed, fastmoe=_fastmoe, fairseq=_fairseq)
 
@@ -65,8 +65,10 @@ def capacity_for(r: Routing, # from any gate
                 ) -> int | None: # C
     "`capacity` of a routing: padding counts neither in T nor in the need; with a group all ranks get the same answer."
     if factor is None: return None
-    n = torch.tensor(r.num_tokens, device=r.expert.device) if r.mask is None else r.mask.sum()
-    if group is not None: dist.all_reduce(n, dist.ReduceOp.MAX, group=group)
+    n = r.num_tokens if r.mask is None else r.mask.sum()
+    if group is not None:
+        n = torch.as_tensor(n, device=r.expert.device)
+        dist.all_reduce(n, dist.ReduceOp.MAX, group=group)
     return capacity(int(n), r.num_experts, r.top_k, factor, needed(r, group) if factor <= 0 else None, rule, multiple)
 
 # %% ../../nbs/routing/03_capacity.ipynb #daba3e3f
