@@ -90,71 +90,68 @@ def _produce(x_desc, w_desc, x_bufs, w_bufs, full, empty, waves, rank, own, remo
 
 # %% ../../nbs/comm/04a_fused_kernels.ipynb #a529f5b8
 @gluon.jit
-def _consume(x_bufs, w_bufs, full, empty, y_smem, outs, count, flag_table, flags, err, waves, rank, own, remote, r, p, rows, mt, nt, K,
-             per, slices, epoch, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-             GROUP: gl.constexpr, FLAGS: gl.constexpr, num_warps: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BN, 16])
+def _consume(half: gl.constexpr, x_bufs, w_bufs, full, empty, y_smem, outs, count, flag_table, flags, err, waves, rank, own, remote, r, p,
+             rows, mt, nt, K, per, slices, epoch, W: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+             STAGES: gl.constexpr, GROUP: gl.constexpr, FLAGS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    HM: gl.constexpr = BM // 2
     step, sent_to, sent_slice = 0, -1, 0
+    acc = gl.zeros((HM, BN), gl.float32, layout=layout)
     for wave in range(waves):
         valid, dest, idx = _tile_at(wave, rank, own, remote, r, p, W)
         if valid:
             e, m, n = _split(idx, mt, nt, GROUP)
-            acc = gl.zeros((BM, BN), gl.float32, layout=layout)
             for k in range(0, K, BK):
                 i = step % STAGES
                 mbarrier.wait(full.index(i), step // STAGES & 1)
-                acc = warpgroup_mma(x_bufs.index(i), w_bufs.index(i).permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(x_bufs.index(i).slice(half * HM, HM, dim=0), w_bufs.index(i).permute((1, 0)), acc,
+                                    use_acc=k > 0, is_async=True)
                 acc = warpgroup_mma_wait(1, (acc,))
-                if k > 0:
-                    gl.thread_barrier()
-                    mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+                if k > 0: mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)     # the product before is done
                 step += 1
             acc = warpgroup_mma_wait(0, (acc,))
-            gl.thread_barrier()
             mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
             if sent_to >= 0: _signal(sent_to, sent_slice, rank, count, flag_table, per, slices, epoch)
             else: tma.store_wait(0)
-            gl.thread_barrier()
             y_smem.store(acc.to(y_smem.dtype))
             fence_async_shared()
-            gl.thread_barrier()
             for d in gl.static_range(W):
-                if dest == d: tma.async_copy_shared_to_global(outs[d], [e * rows + m * BM, n * BN], y_smem)
+                if dest == d: tma.async_copy_shared_to_global(outs[d], [e * rows + m * BM + half * HM, n * BN], y_smem)
             sent_to = gl.where((dest != rank) & (per > 0), dest, -1)
-            sent_slice = idx // gl.maximum(per, 1)
+            sent_slice = idx // gl.maximum(per // 2, 1)
     if sent_to >= 0: _signal(sent_to, sent_slice, rank, count, flag_table, per, slices, epoch)
     else: gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    if (gl.program_id(0) == 0) & (per > 0):
-        _wait(flags, rank, slices, epoch, err, W, FLAGS, gl.BlockedLayout([1], [32], [num_warps], [0]))
+    if half == 0:
+        if (gl.program_id(0) == 0) & (per > 0): _wait(flags, rank, slices, epoch, err, W, FLAGS, gl.BlockedLayout([1], [32], [4], [0]))
 
 # %% ../../nbs/comm/04a_fused_kernels.ipynb #e08ca5c3
 @gluon.jit(do_not_specialize=["waves", "rank", "own", "remote", "r", "p", "mt", "per", "slices", "epoch"])
 def gemm_send(x_desc, w_desc, o0, o1, o2, o3, o4, o5, o6, o7, count, flag_table, flags, err, waves, rank, own, remote, r, p, rows, mt, nt, N, K, E,
-              per, slices, epoch, W: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, FLAGS: gl.constexpr, num_warps: gl.constexpr):
+              per, slices, epoch, W: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, FLAGS: gl.constexpr):
     """x (W*E*rows, K) by destination and expert, w (E*N, K); o0..: one descriptor a rank over this rank's block (E*rows, N) there,
-    None beyond W (Triton 3.6 launches no tuple of descriptors).
-
-    per 0: no flags, the caller has a barrier of its own."""
+    None beyond W (Triton 3.6 launches no tuple of descriptors). `per`: half tiles a slice; 0: no flags, the caller has a barrier."""
     outs = (o0, o1, o2, o3, o4, o5, o6, o7)
     BM: gl.constexpr = x_desc.block_type.shape[0]
     BK: gl.constexpr = x_desc.block_type.shape[1]
     BN: gl.constexpr = w_desc.block_type.shape[0]
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, BK], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
-    y_smem = gl.allocate_shared_memory(x_desc.dtype, [BM, BN], outs[0].layout)
+    y_smem = gl.allocate_shared_memory(x_desc.dtype, [2, BM // 2, BN], o0.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)                  # both consumers
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize([
-        (_consume, (x_bufs, w_bufs, full, empty, y_smem, outs, count, flag_table, flags, err, waves, rank, own, remote, r, p, rows, mt, nt, K,
-                    per, slices, epoch, W, BM, BN, BK, STAGES, GROUP, FLAGS, num_warps)),
+        (_consume, (0, x_bufs, w_bufs, full, empty, y_smem.index(0), outs, count, flag_table, flags, err, waves, rank, own, remote, r, p,
+                    rows, mt, nt, K, per, slices, epoch, W, BM, BN, BK, STAGES, GROUP, FLAGS)),
+        (_consume, (1, x_bufs, w_bufs, full, empty, y_smem.index(1), outs, count, flag_table, flags, err, waves, rank, own, remote, r, p,
+                    rows, mt, nt, K, per, slices, epoch, W, BM, BN, BK, STAGES, GROUP, FLAGS)),
         (_produce, (x_desc, w_desc, x_bufs, w_bufs, full, empty, waves, rank, own, remote, r, p, rows, mt, nt, N, K, E,
                     W, BM, BN, BK, STAGES, GROUP)),
-    ], [1], [24])
+    ], [4, 1], [240, 24])
 
 # %% ../../nbs/comm/04a_fused_kernels.ipynb #ddf59152
 @triton.jit
@@ -240,23 +237,26 @@ def _t_meet(flags, peer_flags_table, phase: tl.constexpr, rank, epoch, err, W: t
 # %% ../../nbs/comm/04a_fused_kernels.ipynb #9f7383fe
 @triton.jit(do_not_specialize=["rank", "epoch"])
 def gemv_reduce(x, w, peer_table, flags, peer_flags_table, err, rank, part_offset, sum_offset, M, N, K, owned, epoch,
-                BN: tl.constexpr, BK: tl.constexpr, W: tl.constexpr):
+                MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr):
     """x (M, K), w (N, K) on each rank; every rank gets the sum over ranks of x w^T, (M, N) float32 at `sum_offset` of its buffer.
 
-    Rank d owns columns [d*owned, (d+1)*owned), owned a multiple of BN; partials (W, M, owned) at `part_offset` of the owner's buffer."""
-    k, c = tl.arange(0, BK), tl.arange(0, BN)
+    Rank d owns columns [d*owned, (d+1)*owned), owned a multiple of BN; partials (W, M, owned) at `part_offset` of the owner's buffer.
+    MB tokens at a time share one reading of w."""
+    k, c, b = tl.arange(0, BK), tl.arange(0, BN), tl.arange(0, MB)
     for step in range(1, W + 1):                                # phase one: others' columns first, mine last
         dest = (rank + step) % W
         part = tl.load(peer_table + dest).to(tl.pointer_type(tl.float32)) + part_offset
         for i in range(tl.program_id(0) * BN, owned, tl.num_programs(0) * BN):
             n = (dest * owned + i + c).to(tl.int64)
-            for j in range(M):
-                acc = tl.zeros((BN, BK), tl.float32)
-                for k0 in range(0, K, BK):
-                    wk = tl.load(w + n[:, None] * K + (k0 + k)[None, :], mask=(n < N)[:, None] & (k0 + k < K)[None, :], other=0)
-                    xk = tl.load(x + j * K + k0 + k, mask=k0 + k < K, other=0)
-                    acc += wk.to(tl.float32) * xk.to(tl.float32)[None, :]
-                tl.store(part + (rank * M + j) * owned + i + c, tl.sum(acc, 1))
+            for j in range(0, M, MB):
+                acc = tl.zeros((MB, BN, BK), tl.float32)
+                for k0 in tl.range(0, K, BK, num_stages=STAGES):
+                    in_k = k0 + k < K
+                    wk = tl.load(w + n[:, None] * K + (k0 + k)[None, :], mask=(n < N)[:, None] & in_k[None, :], other=0)
+                    xk = tl.load(x + (j + b)[:, None] * K + (k0 + k)[None, :], mask=(j + b < M)[:, None] & in_k[None, :], other=0)
+                    acc += wk.to(tl.float32)[None] * xk.to(tl.float32)[:, None]
+                place = part + (rank * M + j + b)[:, None] * owned + (i + c)[None, :]
+                tl.store(place, tl.sum(acc, 2), mask=(j + b < M)[:, None])
     _t_meet(flags, peer_flags_table, 0, rank, epoch, err, W)
     own = tl.load(peer_table + rank).to(tl.pointer_type(tl.float32)) + part_offset
     for i in range(tl.program_id(0) * BN, owned, tl.num_programs(0) * BN):      # phase two: sum what is mine, give it to all
