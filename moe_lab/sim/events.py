@@ -144,7 +144,8 @@ def _rates(ops, running, draining):
         if ops[i].tax: taxed[ops[i].device] = taxed.get(ops[i].device, 1.) * (1 - ops[i].tax)
     rate = np.array([taxed.get(ops[i].device, 1.) if not ops[i].load else 1. for i in running])
     flows = [j for j, i in enumerate(running) if draining[i]]
-    if flows:
+    if len(flows) == 1: rate[flows] = 1 / max(ops[running[flows[0]]].load.values())
+    elif flows:
         names = {}
         entries = [(s, n, names.setdefault(p, len(names))) for n, j in enumerate(flows) for p, s in ops[running[j]].load.items()]
         load, op, port = (np.array(c) for c in zip(*entries))

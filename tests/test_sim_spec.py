@@ -1,0 +1,32 @@
+"ModelSpec.from_hf counts what transformers builds."
+import pytest
+import torch
+
+from moe_lab.sim.spec import from_hf
+
+transformers = pytest.importorskip("transformers")
+SMALL = dict(hidden_size=256, vocab_size=512, num_attention_heads=8, num_hidden_layers=4, intermediate_size=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+CASES = {
+    "llama": {}, "mixtral": dict(num_key_value_heads=2),
+    "qwen3_moe": dict(num_key_value_heads=4, head_dim=64, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4, decoder_sparse_step=2),
+    "qwen2_moe": dict(moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4, shared_expert_intermediate_size=160, mlp_only_layers=[1]),
+    "deepseek_v3": dict(moe_intermediate_size=64, n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=4, first_k_dense_replace=1, n_group=4, topk_group=2,
+                        q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+    "glm4_moe": dict(moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=4, first_k_dense_replace=1, n_group=1, topk_group=1),
+    "gpt_oss": dict(num_local_experts=16, num_experts_per_tok=4, head_dim=32, num_key_value_heads=4),
+    "olmoe": dict(num_experts=16, num_experts_per_tok=4),
+    "llama4_text": dict(num_local_experts=8, interleave_moe_layer_step=2, intermediate_size_mlp=768, head_dim=32),
+    "ernie4_5_moe": dict(moe_intermediate_size=64, moe_num_experts=16, moe_k=4, moe_num_shared_experts=2, moe_layer_end_index=3),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_parameters_as_transformers_builds_them(kind):
+    cls = transformers.CONFIG_MAPPING[kind]
+    config = cls(**SMALL | CASES[kind])
+    with torch.device("meta"): model = transformers.AutoModelForCausalLM.from_config(config)
+    want = sum(p.numel() for p in model.parameters())
+    spec = from_hf(config.to_dict())
+    assert spec.params == pytest.approx(want, rel=.01), (spec, want)
+    moe = sum(1 for n, p in model.named_parameters() if "experts" in n and n.endswith("down_proj"))
+    assert sum(e > 0 for e in spec.experts) == moe
