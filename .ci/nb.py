@@ -134,6 +134,7 @@ def check(*paths):
 
 def readme_text():
     "README.md: nbs/index.ipynb as nbdev shows it, links to notebooks relative to the top."
+    import yaml
     from nbconvert import MarkdownExporter
     from nbdev.processors import FilterDefaults
     from nbdev.serve_drv import exec_nb
@@ -142,7 +143,7 @@ def readme_text():
         d = json.loads((Path(tmp) / "index.ipynb").read_text())
     for c in d["cells"]: c.pop("has_sd", None)
     nb = nbformat.reads(json.dumps(d), as_version=4)
-    front = dict(re.findall(r"^(title|description):\s*(.*)$", nb.cells.pop(0).source, re.M))
+    front = yaml.safe_load(nb.cells.pop(0).source.strip().strip("-"))
     nb.metadata["language_info"] = {"name": "python"}      # or code blocks lose their language
     body = MarkdownExporter().from_notebook_node(nb)[0]
     body = re.sub(r"\]\((?!https?:|#)([^()\s]+\.ipynb)", r"](nbs/\1", body)

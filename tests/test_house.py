@@ -1,5 +1,5 @@
 """What keeps the repository whole: sources, generated files, versions and imports agree."""
-import ast, configparser, importlib, os, re, shutil, subprocess, sys, tomllib
+import ast, configparser, importlib.util, os, re, shutil, subprocess, sys, tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -63,6 +63,16 @@ def test_versions_agree():
     assert settings["version"] == moe_lab.__version__
     assert settings["min_python"] == project["requires-python"].removeprefix(">=")
     assert settings["description"] == project["description"]
+
+
+@pytest.mark.parametrize("remote", ["https://github.com/ann/lab.git", "git@github.com:ann/lab.git", "ssh://git@github.com/ann/lab", "https://ann:token@github.com/ann/lab/"])
+def test_addresses_come_from_the_remote(remote):
+    spec = importlib.util.spec_from_file_location("addresses", ROOT / ".ci/addresses.py")
+    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+    new = module.addresses(remote)
+    assert (new["user"], new["repo"], new["doc_baseurl"], new["doc_host"]) == ("ann", "lab", "/lab", "https://%(user)s.github.io")
+    assert module.addresses("git@code.example.org:team/group/lab.git")["git_url"] == "https://code.example.org/%(user)s/%(repo)s"
+    with pytest.raises(ValueError, match="remote"): module.addresses("")
 
 
 def test_import_is_cheap():
