@@ -85,25 +85,28 @@ class Dispatch:
 
     def rows(self):
         "(T,k) int64: each assignment's row in the expert-order buffer ((E*C, D) with a capacity, else packed); -1 if dropped."
-        e = self.expert.clamp(min=0)
-        start = e * self.capacity if self.capacity is not None else self.offsets[e]
-        return torch.where(self.kept, start + self.slot, -1)
+        if "_rows" not in self.__dict__:           # asked for on the way in and on the way out: worked out once
+            e = self.expert.clamp(min=0)
+            start = e * self.capacity if self.capacity is not None else self.offsets[e]
+            self.__dict__["_rows"] = torch.where(self.kept, start + self.slot, -1)
+        return self.__dict__["_rows"]
 
 # %% ../../nbs/core/01_types.ipynb #96e4ae75
 def dispatch(expert: Tensor, # (T,k) int64 ids; -1 for none
              num_experts: int, # E
              capacity: int | None = None, # rows an expert may take; None: all (dropless)
-             priority: Tensor | None = None, # (T,) tokens with a higher value get their slots first; ties and None: in order
+             priority: Tensor | None = None, # (T,) of tokens or (T,k) of assignments: higher gets its slot first; ties, None: in order
              choice_major: bool = True, # all first choices before any second choice (GShard, Tutel); else token by token
             ) -> Dispatch:
     "Give every assignment a slot in its expert. Plain PyTorch, stable, no synchronisation with the host."
     T, k = expert.shape
     if capacity is not None and capacity < 0: raise ValueError(f"capacity must be >= 0 or None, got {capacity}")
     ids = torch.arange(T * k, device=expert.device).view(T, k)
-    if priority is not None:
-        if priority.shape != (T,): raise ValueError(f"priority must have shape ({T},), got {tuple(priority.shape)}")
-        ids = ids[priority.argsort(descending=True, stable=True)]
+    if priority is not None and priority.shape not in ((T,), (T, k)):
+        raise ValueError(f"priority must have shape ({T},) or ({T}, {k}), got {tuple(priority.shape)}")
+    if priority is not None and priority.ndim == 1: ids = ids[priority.argsort(descending=True, stable=True)]
     ids = (ids.t() if choice_major else ids).reshape(-1)
+    if priority is not None and priority.ndim == 2: ids = ids[priority.reshape(-1)[ids].argsort(descending=True, stable=True)]
     e = expert.reshape(-1)[ids]
     e = torch.where(e < 0, num_experts, e)
     by_expert = e.argsort(stable=True)                    # queue of each expert, in the order of arrival
