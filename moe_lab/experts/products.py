@@ -15,6 +15,8 @@ from .topology import Matrix, Topology
 # %% ../../nbs/experts/02a_products.ipynb #1aa19a96
 _PIECE = 256        # blocks multiplied at a time
 
+@torch.autocast("cpu", enabled=False)       # an operator's dtype is its operands'
+@torch.autocast("cuda", enabled=False)
 def _sdd_plain(a, b, row_offsets, row, col, B):
     "a (M,K), b (G,K,N/G): blocks (n,B,B) of a·[b_0 b_1 ...]."
     acc = torch.promote_types(a.dtype, torch.float32)
@@ -24,6 +26,8 @@ def _sdd_plain(a, b, row_offsets, row, col, B):
     stored = torch.arange(len(row), device=a.device) < row_offsets[-1]
     return torch.cat(pieces).where(stored[:, None, None], 0)
 
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
 def _dsd_plain(data, b, row_offsets, row, col, rows, transposed):
     "Sparse (or its transpose) times [b_0; b_1; ...], b (G,K/G,N): (rows, N)."
     B, acc = data.shape[-1], torch.promote_types(data.dtype, torch.float32)
