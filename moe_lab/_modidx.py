@@ -893,4 +893,7 @@ d = { 'settings': { 'branch': 'main',
                                     'moe_lab.viz.render.bundle': ('viz/render.html#bundle', 'moe_lab/viz/render.py'),
                                     'moe_lab.viz.render.live': ('viz/render.html#live', 'moe_lab/viz/render.py'),
                                     'moe_lab.viz.render.show': ('viz/render.html#show', 'moe_lab/viz/render.py'),
-                                    'moe_lab.viz.render.sweep': ('viz/render.html#sweep', 'moe_lab/viz/render.py')}}}
+                                    'moe_lab.viz.render.sweep': ('viz/render.html#sweep', 'moe_lab/viz/render.py')},
+            'moe_lab.viz.routing': { 'moe_lab.viz.routing.capacity_bars': ('viz/routing.html#capacity_bars', 'moe_lab/viz/routing.py'),
+                                     'moe_lab.viz.routing.load_map': ('viz/routing.html#load_map', 'moe_lab/viz/routing.py'),
+                                     'moe_lab.viz.routing.routing_map': ('viz/routing.html#routing_map', 'moe_lab/viz/routing.py')}}}
