@@ -48,12 +48,6 @@ def merge_streams(outputs):
     return out
 
 
-def shown(source):
-    "Code of functions and classes is what a reader comes for: `exports` is `export` with the source on the page."
-    has_def = re.search(r"^(def|class|@)", source, re.M)
-    return re.sub(r"\A#\|\s*export\s*$", "#| exports", source, flags=re.M) if has_def else source
-
-
 def edit(path):
     path = Path(path)
     text = path.with_suffix("").with_suffix(".pct.py")
@@ -75,7 +69,6 @@ def run(*paths):
     for p in map(Path, paths):
         print(f"running {p}", flush=True)
         nb = execute(read(p), p.parent)
-        for c in nb.cells: c.source = shown(c.source) if c.cell_type == "code" else c.source
         nb.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
         nbformat.write(nb, p)
     subprocess.run(["nbdev_clean"], check=True, cwd=ROOT)

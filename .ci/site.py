@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 import yaml
 from nbdev.config import get_config
 from nbdev.processors import FilterDefaults, exec_show_docs
+from nbdev.process import Processor
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve_drv import exec_nb
 
@@ -37,6 +38,14 @@ def sidebar():
     return ["index.ipynb", *(n for n in top if n not in late), *sections, *([dict(section="Tools", contents=late)] if late else [])]
 
 
+class show_source(Processor):
+    "The code of functions and classes is what a reader comes for: `export` shows it as nbdev's `exports` does."
+    def begin(self):
+        for c in self.nb.cells:
+            if "export" in c.directives_ and any(isinstance(s, (ast.FunctionDef, ast.ClassDef)) for s in c.parsed_() or ()):
+                c.directives_["exports"] = c.directives_.pop("export")
+
+
 class show_docs(exec_show_docs):
     """nbdev's, with the names of the finished module: at a build no cell runs but imports.
     nbdev runs every cell that holds an import anywhere, without the cells before it."""
@@ -53,7 +62,7 @@ class show_docs(exec_show_docs):
 
 class Filter(FilterDefaults):
     "nbdev's processing of a notebook for readers."
-    def base_procs(self): return [show_docs if p is exec_show_docs else p for p in super().base_procs()]
+    def base_procs(self): return [show_source, *(show_docs if p is exec_show_docs else p for p in super().base_procs())]
 
 
 def process():
