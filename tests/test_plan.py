@@ -1,0 +1,60 @@
+"moe-lab plan as an engineer calls it."
+import json
+from dataclasses import replace
+
+import pytest
+
+from moe_lab.cli import main
+from moe_lab.cluster.topology import nd_a100_v4, to_yaml
+from moe_lab.plan import fit, plans, sizes
+from moe_lab.sim.spec import ModelSpec, models
+from moe_lab.sim.step import Strategy, step
+
+SMALL = ModelSpec("small", 512, 1000, 8, [16] * 4, top_k=2, d_expert=1024)
+
+
+def test_best_is_the_best_of_all_that_were_allowed():
+    c = nd_a100_v4(2)
+    best = plans(SMALL, c, 2**16, top=3)
+    every = [step(SMALL, c, replace(s, degree=d, micro=fit(SMALL, c, s, 4096)[0].micro), 4096).seconds for s in sizes(SMALL, c) for d in (1, 2)]
+    assert best[0].time.seconds <= min(every) * (1 + 1e-12)
+    assert plans(SMALL, c, 2**16, top=3) == best
+
+
+def test_command_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dict(hidden_size=512, vocab_size=1000, num_attention_heads=8, num_hidden_layers=2, num_local_experts=8,
+                                                          num_experts_per_tok=2, intermediate_size=1024)))
+    (tmp_path / "mine.yaml").write_text(to_yaml(nd_a100_v4(2)))
+    args = ["plan", str(tmp_path / "config.json"), str(tmp_path / "mine.yaml"), "--tokens", "65536", "--top", "2"]
+    assert main(args) == 0
+    assert "MFU" in capsys.readouterr().out
+    assert main([*args, "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert len(out["plans"]) == 2 and out["plans"][0]["limit"] and set(out["plans"][0]["bytes"]) <= {"node", "gpu"}
+
+
+@pytest.mark.parametrize("args, says", [
+    (["deepseek-v3", "nd_a100_v4:2", "--tokens", "65536"], "GB on each device"), (["gpt-9", "nd_a100_v4"], "model must be"), (["mixtral-8x7b", "mars"], "cluster must be"),
+    (["mixtral-8x7b", "nd_a100_v4", "--tokens", "7"], "multiple"), (["mixtral-8x7b", "nd_a100_v4", "--top", "0"], "top must be"),
+    (["mixtral-8x7b", "nd_a100_v4", "--imbalance", "0.5"], "imbalance")])
+def test_impossible_requests_end_with_one_line(args, says, capsys):
+    assert main(["plan", *args]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+def test_the_advice_is_right():
+    "As many devices as the refusal names are enough, half as many are not."
+    with pytest.raises(ValueError) as e: plans(models["mixtral-8x7b"], nd_a100_v4(1), 2**15)
+    n = int(str(e.value).split("fits on ")[1].split()[0])
+    assert plans(models["mixtral-8x7b"], nd_a100_v4(n // 8), 2**15)
+    with pytest.raises(ValueError): plans(models["mixtral-8x7b"], nd_a100_v4(n // 16), 2**15)
+
+
+def test_dense_models_and_few_experts():
+    c = nd_a100_v4(2)
+    dense = ModelSpec("dense", 512, 1000, 8, [0] * 4, d_dense=2048)
+    assert {p.strategy.expert for p in plans(dense, c, 2**16)} == {1}
+    few = replace(SMALL, experts=(2,) * 4)
+    assert {p.strategy.expert for p in plans(few, c, 2**16, top=50)} >= {1, 2, 4, 16}
+    assert Strategy(expert=16, r=4) in {replace(s, recompute=False) for s in sizes(few, c)}
