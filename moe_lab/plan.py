@@ -40,11 +40,10 @@ def _divisors(n): return [d for d in range(1, n + 1) if n % d == 0]
 def sizes(model: ModelSpec, cluster: Cluster, capacity_factor: float | None = None) -> list[Strategy]:
     "Every expert and tensor parallel size and every r that divide model and cluster, with and without recomputation."
     out, G = [], cluster.num_devices
-    most = max(model.experts)
+    held = [e for e in model.experts if e]
     for t in (d for d in _divisors(gcd(cluster.levels[-1].size, model.heads)) if d & (d - 1) == 0):
-        for w in _divisors(gcd(G, most * G)) if most else [1]:
-            if w > most and (w % most or w // most > 64): continue
-            for r in (0, *_divisors(max(1, w // most))) if w > 1 else (1,):
+        for w in (d for d in _divisors(G) if d <= 64 * max(held)) if held else [1]:
+            for r in (0, *_divisors(max(1, w // min(held)))) if w > 1 else (1,):
                 for again in (False, True):
                     s = Strategy(expert=w, tensor=t, r=r, recompute=again, capacity_factor=capacity_factor)
                     try: s.check(model, cluster)
