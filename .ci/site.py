@@ -152,6 +152,7 @@ def finish():
         html = re.sub(r'<span class="math (inline|display)">(.*?)</span>', mathml, html, flags=re.S)
         head, *rest = re.split(r'<script[^>]*src="https://cdn\.plot\.ly/[^>]*></script>', html)
         if rest: html = f'{head}<script src="{up}site_libs/plotly.min.js"></script>{"".join(rest)}'
+        html = re.sub(r"<p>\s*<a[^>]*>source</a>\s*</p>", "", html)      # the source is on the page itself
         html = html.replace(home, up or "./")
         html = re.sub(r'(<h1 class="title">.*?</h1>)', lambda m: f'{m[1]}<p class="reading-time">{reading_time(html)} min</p>', html, count=1, flags=re.S)
         page.write_text(html)

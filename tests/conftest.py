@@ -1,5 +1,10 @@
 """Marks (slow runs only with --slow, gpu and gpu2 only where the devices are), the ranks, and what runs beside what under `-n`."""
 import pytest
+from hypothesis import settings
+
+# The same examples on every run: a failure is one that anybody can see again.
+settings.register_profile("lab", derandomize=True, deadline=None)
+settings.load_profile("lab")
 
 
 def pytest_addoption(parser): parser.addoption("--slow", action="store_true", help="also run what takes minutes")
