@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from moe_lab.cli import main
 from moe_lab.models.corpus import load_corpus
 from moe_lab.models.gpt import GPT, GPTConfig
-from moe_lab.models.train import TrainConfig, evaluate, fit, load_checkpoint, load_run, lr_at, make_optimizer, read_configs, read_log, save_checkpoint, train_step
+from moe_lab.models.train import TrainConfig, evaluate, fit, lm_loss, load_checkpoint, load_run, lr_at, make_optimizer, read_configs, read_log, save_checkpoint, train_step
 
 SMALL = GPTConfig(vocab_size=257, d_model=16, num_layers=1, num_heads=2, d_hidden=16)
 
@@ -34,7 +35,7 @@ import sys
 from moe_lab.models.corpus import load_corpus
 from moe_lab.models.gpt import GPTConfig
 from moe_lab.models.train import TrainConfig, fit
-model = GPTConfig(vocab_size=257, d_model=16, num_layers=2, num_heads=2, d_hidden=16)
+model = GPTConfig(vocab_size=257, d_model=16, num_layers=2, num_heads=2, d_hidden=16, experts=4, top_k=2)
 fit(model, TrainConfig(steps=48, batch_size=2, context=32, eval_every=11, eval_windows=4, save_every=4, warmup=5), load_corpus(sys.argv[1], 257), sys.argv[2])
 """
 
@@ -78,12 +79,12 @@ def test_foreign_and_broken_checkpoints(corpus, tmp_path):
     with pytest.raises(ValueError, match="says nothing about"): read_configs(path)
     path.write_bytes(whole)
     tensors, meta = load_file(path), dict(step="1", model="{}", train="{}")
-    name = "model.blocks.0.ffn.up.weight"                 # X05: one gone, one renamed, one too many
+    name = "model.blocks.0.ffn.up"                 # X05: one gone, one renamed, one too many
     save_file({n: t for n, t in tensors.items() if n != name}, path, meta)
-    with pytest.raises(ValueError, match="lacks weight 'blocks.0.ffn.up.weight'"): load_checkpoint(path, model)
+    with pytest.raises(ValueError, match="lacks weight 'blocks.0.ffn.up'"): load_checkpoint(path, model)
     save_file({**tensors, "model.extra": torch.zeros(1)}, path, meta)
     with pytest.raises(ValueError, match="unknown weight 'extra'"): load_checkpoint(path, model)
-    save_file({n: t for n, t in tensors.items() if n != "adamw.blocks.0.ffn.up.weight.step"}, path, meta)
+    save_file({n: t for n, t in tensors.items() if n != "adamw.blocks.0.ffn.up.step"}, path, meta)
     with pytest.raises(ValueError, match="lacks moments"): load_checkpoint(path, model, opt)
     with pytest.raises(FileNotFoundError, match="no checkpoint"): load_run(tmp_path / "none")
 
@@ -136,6 +137,21 @@ def test_clip_bounds_the_update_and_reports_the_norm_before(corpus):
     o = train_step(model, make_optimizer(model, TrainConfig()), (x[:, :-1], x[:, 1:]), TrainConfig(clip=0.5), 0, big)
     after = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert o["norm"] > 10 and abs(after - 0.5) < 1e-4
+
+
+def test_balance_reaches_the_router_and_scales_with_its_coefficient(corpus):    # L08, L12
+    torch.manual_seed(0)
+    model, x = GPT(replace(SMALL, experts=4)).double(), torch.randint(257, (2, 9))
+    def grad(balance, z, task):
+        model.zero_grad()
+        loss, log = lm_loss(model, x[:, :-1], x[:, 1:], TrainConfig(balance=balance, z=z))
+        (loss if task else loss - lm_loss(model, x[:, :-1], x[:, 1:], TrainConfig(balance=0.))[0]).backward()
+        return loss.item(), log, model.blocks[0].ffn.gate.router.weight.grad.clone()
+    (a, log, one), (b, _, two), (off, _, none) = grad(.01, 0., False), grad(.02, 0., False), grad(0., 0., True)
+    assert one.abs().sum() > 0 and torch.allclose(two, 2 * one, rtol=1e-6)
+    assert abs(a - off - .01 * log["balance"].item()) < 1e-6 and abs(b - off - .02 * log["balance"].item()) < 1e-6
+    with_z, _, pushed = grad(0., 1e-3, True)      # L17
+    assert with_z > off and not torch.equal(pushed, none)
 
 
 def test_schedule_ends_and_starts_where_it_says():

@@ -103,7 +103,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         B, S, D = x_BSD.shape
-        qkv = self.qkv(x_BSD).view(B, S, -1, self.head_dim).transpose(1, 2)
+        qkv = self.qkv(x_BSD).view(B, S, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         seen = None
