@@ -84,12 +84,13 @@ class Grid:
     """The ranks of one exchange as levels from the outside in; made by `grid`.
 
     `sizes`: of the levels; `names`: theirs; `flat`: the group of all its ranks; `levels`: this rank's group at each level;
-    `memo`: what has been measured on it.
+    `copies`: the ranks with this one's place in other grids; `memo`: what has been measured on it.
     """
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     flat: dist.ProcessGroup
     levels: tuple[dist.ProcessGroup, ...]
+    copies: dist.ProcessGroup
     memo: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -102,6 +103,7 @@ class Grid:
     def ranks(self):
         "Global ranks, in grid order."
         return dist.get_process_group_ranks(self.flat)
+    def __deepcopy__(self, memo): return self        # a copied model talks through the same groups
 
 
 def grid(**sizes: int # names and sizes from the outside in, e.g. node=2, gpu=4; default: one level of all ranks
@@ -114,5 +116,5 @@ def grid(**sizes: int # names and sizes from the outside in, e.g. node=2, gpu=4;
     if "block" in sizes: raise ValueError("the name 'block' is taken, by the blocks of ranks")
     inner, flat, key = mesh(block=W // n, **sizes), mesh(block=W // n, rank=n), ("grid", *sizes.items())
     if key not in _meshes:
-        _meshes[key] = Grid(tuple(sizes), tuple(sizes.values()), flat.get_group("rank"), tuple(inner.get_group(d) for d in sizes))
+        _meshes[key] = Grid(tuple(sizes), tuple(sizes.values()), flat.get_group("rank"), tuple(inner.get_group(d) for d in sizes), flat.get_group("block"))
     return _meshes[key]

@@ -142,7 +142,7 @@ class MoE(nn.Module):
             raise ValueError(f"capacity_factor={capacity_factor} belongs to the exchange that was given: set it there")
         self.gate = TopKGate(d_model, num_experts, top_k, renormalize=renormalize) if gate is None else gate
         self.exchange = Local(capacity_factor) if exchange is None else exchange
-        self.experts = Experts(d_model, d_hidden, num_experts, activation, bias, getattr(self.exchange, "ids", range)(num_experts))
+        self.experts = getattr(self.exchange, "experts", Experts)(d_model, d_hidden, num_experts, activation, bias)
         self.shared = Experts(d_model, shared_experts * d_hidden, 1, activation, bias) if shared_experts else None
         self.d_model, self.num_experts = d_model, num_experts
 
