@@ -1,6 +1,8 @@
 """Every notebook runs, and what it stores is what it gives: one item a notebook, one execution for both."""
 import ast
 import re
+import subprocess
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -79,3 +81,12 @@ def test_stores_nothing_of_this_machine(path):
             assert o.output_type != "error", "an error is stored"
             assert not re.search(r"(?<![\w/])/(root|home|work|tmp|usr|Users)/", text), f"a path is stored by: {c.source[:200]}"
             assert len(text) < 3_000_000, f"a {len(text) / 1e6:.1f} MB output: a figure should be smaller"
+
+
+def test_prose_is_spelled_right(tmp_path):
+    for p in [*NOTEBOOKS, ROOT / "CONTRIBUTING.md"]:
+        cells = [c.source for c in nb.read(p).cells if c.cell_type == "markdown"] if p.suffix == ".ipynb" else [p.read_text()]
+        prose = re.sub(r"```.*?```|\$\$.*?\$\$|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", "\n\n".join(cells), flags=re.S)
+        (tmp_path / (p.relative_to(ROOT).as_posix().replace("/", "-") + ".md")).write_text(prose)
+    found = subprocess.run([sys.executable, "-m", "codespell_lib", "-L", "coo", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout == "" and found.returncode == 0, found.stdout + found.stderr
