@@ -16,25 +16,24 @@ from ..core.types import Dispatch
 # %% ../../nbs/experts/01_dispatch.ipynb #007778b3
 def one_hot(d: Dispatch, # with a capacity C
             weight: Tensor | None = None, # (T,k); None: ones
-            dtype=torch.float32,
-           ) -> Tensor: # (T, E, C)
+           ) -> Tensor: # (T, E, C), dtype of weight, else float32
     "The decision as GShard's tensor: `weight[t,j]` at (t, expert, slot) of every kept choice, 0 elsewhere."
     if d.capacity is None: raise ValueError("d must have a capacity: a one-hot over slots needs a fixed number of them, got a dropless Dispatch")
-    (T, k), R = d.expert.shape, d.num_experts * d.capacity
-    value = torch.ones(T, k, dtype=dtype, device=d.expert.device) if weight is None else weight.to(dtype)
-    wide = value.new_zeros(T, R + 1).scatter_add(1, d.rows() % (R + 1), value)     # column R takes the -1s
-    return wide[:, :R].reshape(T, d.num_experts, d.capacity)
+    value_Tk = d.kept.float() if weight is None else weight.masked_fill(~d.kept, 0)
+    is_expert_TkE = d.expert[..., None] == torch.arange(d.num_experts, device=d.expert.device)
+    is_slot_TkC = d.slot[..., None] == torch.arange(d.capacity, device=d.slot.device)
+    return torch.einsum("tke,tkc->tec", value_Tk[..., None] * is_expert_TkE, is_slot_TkC.to(value_Tk.dtype))
 
 # %% ../../nbs/experts/01_dispatch.ipynb #6ee69fc2
 def encode_einsum(x_TD: Tensor, d: Dispatch, weight: Tensor | None = None) -> Tensor: # (E*C, D)
     "Reference for `encode`: a dense product with the one-hot tensor, O(T*E*C*D)."
-    return torch.einsum("tec,td->ecd", one_hot(d, weight, x_TD.dtype), x_TD).flatten(0, 1)
+    return torch.einsum("tec,td->ecd", one_hot(d, weight).to(x_TD.dtype), x_TD).flatten(0, 1)
 
 # %% ../../nbs/experts/01_dispatch.ipynb #27ec8ab5
 def decode_einsum(z_RD: Tensor, d: Dispatch, weight: Tensor | None = None) -> Tensor: # (T, D)
     "Reference for `decode`: the transposed product, with the gate's weights in the tensor."
     z_ECD = z_RD.unflatten(0, (d.num_experts, d.capacity))
-    return torch.einsum("tec,ecd->td", one_hot(d, weight, z_RD.dtype), z_ECD)
+    return torch.einsum("tec,ecd->td", one_hot(d, weight).to(z_RD.dtype), z_ECD)
 
 # %% ../../nbs/experts/01_dispatch.ipynb #88742477
 def _acc(dtype): return torch.promote_types(dtype, torch.float32)     # sums run in float32, or float64 for float64
