@@ -14,9 +14,11 @@ RESULTS = Path(__file__).parent.parent / "nbs/bench/results"
 
 def test_unknown_name_says_what_there_is(capsys):
     assert main(["bench", "no-such"]) == 2
-    assert all(n in capsys.readouterr().err for n in names())
+    err = capsys.readouterr().err
+    assert all(n in err for n in names())
     assert main(["bench", "list"]) == 0
-    assert all(n in capsys.readouterr().out for n in names())
+    out = capsys.readouterr().out
+    assert all(n in out for n in names())
 
 
 def test_runs_without_fastcore_and_nbdev():

@@ -33,7 +33,7 @@ def _scatter_kernel(
         j = tl.arange(0, KP)
         row = tl.load(rows_ptr + t * k + j, mask=j < k, other=-1)
         if WEIGHTED: w = tl.load(w_ptr + t * k + j, mask=j < k, other=0.).to(tl.float32)
-        dot = tl.zeros([KP], tl.float32)
+        dot = tl.zeros([KP, BD], tl.float32)
         for d in range(first, D, step):
             cols = d + tl.arange(0, BD)
             x = tl.load(x_ptr + t * D + cols, mask=cols < D, other=0.)
@@ -41,11 +41,11 @@ def _scatter_kernel(
             keep = (row >= 0)[:, None] & (cols < D)[None, :]
             if DOT:
                 old = tl.load(old_ptr + at, mask=keep, other=0.).to(tl.float32)
-                dot += tl.sum(old * x.to(tl.float32)[None, :], 1)
+                dot += old * x.to(tl.float32)[None, :]
             if WEIGHTED: z = (w[:, None] * x.to(tl.float32)[None, :]).to(z_ptr.dtype.element_ty)
             else: z = tl.broadcast_to(x[None, :], (KP, BD))
             tl.store(z_ptr + at, z, mask=keep)
-        if DOT: tl.store(dot_ptr + t * k + j, dot, mask=j < k)
+        if DOT: tl.store(dot_ptr + t * k + j, tl.sum(dot, 1), mask=j < k)
 
 # %% ../../nbs/experts/01a_dispatch_kernels.ipynb #21c2d002
 @triton.jit
@@ -60,17 +60,17 @@ def _gather_kernel(
     j = tl.arange(0, KP)
     row = tl.load(rows_ptr + t * k + j, mask=j < k, other=-1)
     if WEIGHTED: w = tl.load(w_ptr + t * k + j, mask=j < k, other=0.).to(tl.float32)
-    dot = tl.zeros([KP], tl.float32)
+    dot = tl.zeros([KP, BD], tl.float32)
     for d in range(first, D, step):
         cols = d + tl.arange(0, BD)
         keep = (row >= 0)[:, None] & (cols < D)[None, :]
         z = tl.load(z_ptr + row[:, None] * D + cols[None, :], mask=keep, other=0.).to(tl.float32)
         if DOT:
             x = tl.load(x_ptr + t * D + cols, mask=cols < D, other=0.).to(tl.float32)
-            dot += tl.sum(z * x[None, :], 1)
+            dot += z * x[None, :]
         if WEIGHTED: z = z * w[:, None]
         tl.store(y_ptr + t * D + cols, tl.sum(z, 0).to(y_ptr.dtype.element_ty), mask=cols < D)
-    if DOT: tl.store(dot_ptr + t * k + j, dot, mask=j < k)
+    if DOT: tl.store(dot_ptr + t * k + j, tl.sum(dot, 1), mask=j < k)
 
 # %% ../../nbs/experts/01a_dispatch_kernels.ipynb #80fb807b
 def _packed(t): return None if t is None else t.contiguous()
