@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 import yaml
 from nbdev.config import get_config
-from nbdev.processors import FilterDefaults, exec_show_docs
+from nbdev.processors import FilterDefaults, exec_show_docs, mv_exports
 from nbdev.process import Processor
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve_drv import exec_nb
@@ -60,9 +60,22 @@ class show_docs(exec_show_docs):
         if self.k.exc: raise RuntimeError(f"in the cell\n{cell.source}") from self.k.exc
 
 
+class source_last(Processor):
+    "What a cell exports, in its order, and then the cell; nbdev gives the reverse order, with the cell after the first."
+    def begin(self):
+        cells = self.nb.cells
+        for i in reversed(range(len(cells))):
+            if "exports" not in cells[i].directives_: continue
+            end = i + 1
+            while end < len(cells) and getattr(cells[end], "has_sd", False): end += 1
+            cells[i:end] = [*reversed(cells[i + 1:end]), cells[i]]
+
+
 class Filter(FilterDefaults):
     "nbdev's processing of a notebook for readers."
-    def base_procs(self): return [show_source, *(show_docs if p is exec_show_docs else p for p in super().base_procs())]
+    def base_procs(self):
+        ours = {exec_show_docs: show_docs, mv_exports: source_last}
+        return [show_source, *(ours.get(p, p) for p in super().base_procs())]
 
 
 def process():
