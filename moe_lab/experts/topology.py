@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from ..core.backend import triton_body
 
 # %% ../../nbs/experts/02_topology.ipynb #d9465bfd
 _INDICES = ("row_offsets", "row_indices", "column_indices", "column_offsets", "row_indices_t", "transpose_indices")
@@ -82,31 +85,42 @@ def max_padded_rows(rows: int, # rows before padding, over all experts
     return (rows + full * (block - 1)) // block * block
 
 # %% ../../nbs/experts/02_topology.ipynb #5add4c8d
+@torch.library.custom_op("moe_lab::topology", mutates_args=())
+def _indices_from_counts(counts: Tensor, width: int, block: int, rows: int) -> list[Tensor]:
+    "The six index arrays, for `rows` block rows."
+    if triton_body(counts):
+        from moe_lab.experts.topology_kernels import indices_from_counts
+        return indices_from_counts(counts, width, block, rows)
+    E, q = counts.shape[0], torch.arange(rows * width, device=counts.device)
+    start = padded_offsets(counts, block) // block                             # s_e in block rows, and their total
+    n, row, j = F.pad(start.diff(), (0, 1)), q // width, q % width
+    e = torch.searchsorted(start[1:], row, right=True)                         # owner of a block; E: behind the end, nobody's
+    l, inside, n_e = q - width * start[e], e < E, n[e].clamp(min=1)
+    row_t, j_t = torch.where(inside, start[e] + l % n_e, row), torch.where(inside, l // n_e, j)
+    column_offsets = (width * start[:-1, None] + torch.arange(width, device=q.device) * n[:-1, None]).flatten()
+    index = (width * torch.arange(rows + 1, device=q.device).clamp(max=start[-1]), row, e.clamp(max=E - 1) * width + j,
+             torch.cat([column_offsets, width * start[-1:]]), row_t, row_t * width + j_t)
+    return [i.int() for i in index]
+
+@_indices_from_counts.register_fake
+def _(counts, width, block, rows):
+    sizes = rows + 1, rows * width, rows * width, counts.shape[0] * width + 1, rows * width, rows * width
+    return [counts.new_empty(n, dtype=torch.int32) for n in sizes]
+
 def topology_from_counts(counts: Tensor, # (E,) int rows of each expert before padding
                          d_hidden: int, # F, columns of each expert: a multiple of block
                          block: int = 128, # side of a block
                          rows: int | None = None, # rows of the matrix, at least the padded number; None asks the device
                         ) -> Topology: # (rows, E*F)
     "The block-diagonal topology of E experts, built where `counts` is. `rows=None` costs the one host sync, for the size."
-    if counts.ndim != 1 or counts.is_floating_point(): raise TypeError(f"counts must be a 1-D integer tensor, got {counts.dtype} {tuple(counts.shape)}")
-    if d_hidden % block: raise ValueError(f"d_hidden must be a multiple of block={block}, got {d_hidden}")
-    E, C = counts.shape[0], d_hidden // block
-    end = (counts.long() + (block - 1)).div(block, rounding_mode="floor").cumsum(0)      # in block rows, s_e + n_e
-    if rows is None: rows = int(end[-1]) * block if E else 0
+    if counts.ndim != 1 or not counts.shape[0] or counts.is_floating_point():
+        raise TypeError(f"counts must be a 1-D integer tensor of at least one expert, got {counts.dtype} {tuple(counts.shape)}")
+    if d_hidden < 1 or d_hidden % block: raise ValueError(f"d_hidden must be a multiple of block={block}, got {d_hidden}")
+    if rows is None: rows = int(padded_offsets(counts, block)[-1])
     if rows % block: raise ValueError(f"rows must be a multiple of block={block}, got {rows}")
-    if (R := rows // block) * C >= 2**31: raise ValueError(f"{R}x{C} blocks do not fit int32 indices: use a larger block")
-    start = torch.cat([end.new_zeros(1), end])
-    e = torch.searchsorted(end, torch.arange(R, device=end.device), right=True)          # owner of a block row; E: nobody's
-    q = torch.arange(R * C, device=end.device)
-    row, j, e = q // C, q % C, e.repeat_interleave(C, output_size=R * C)
-    n, l = start.diff(append=start[-1:]).clamp(min=1)[e], q - C * start[e]
-    row_t, j_t = start[e] + l % n, l // n
-    j_t, row_t = torch.where(e < E, j_t, j), torch.where(e < E, row_t, row)              # behind the end: each its own place
-    column = e.clamp(max=E - 1) * C + j
-    column_offsets = (C * start[:-1, None] + torch.arange(C, device=end.device) * start.diff()[:, None]).flatten()
-    index = (C * torch.arange(R + 1, device=end.device).clamp(max=start[-1]), row, column,
-             torch.cat([column_offsets, C * start[-1:]]), row_t, row_t * C + j_t)
-    return Topology((rows, E * d_hidden), block, *(i.int() for i in index), width=C)
+    E, R, C = counts.shape[0], rows // block, d_hidden // block
+    if max(R, E) * C >= 2**31: raise ValueError(f"{R} x {C} blocks do not fit int32 indices: use a larger block")
+    return Topology((rows, E * d_hidden), block, *_indices_from_counts(counts, C, block, R), width=C)
 
 # %% ../../nbs/experts/02_topology.ipynb #49917b86
 @dataclass(frozen=True, eq=False)
