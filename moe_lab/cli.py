@@ -16,6 +16,7 @@ commands = {   # verb: (module, function, one line for the overview)
     "bench": ("moe_lab.bench.harness", "bench", "time an operation against its rivals and the hardware's limit"),
     "plan": ("moe_lab.plan", "plan", "which strategy trains a model fastest on a cluster, and what limits it"),
     "train": ("moe_lab.models.train", "train", "train a GPT with experts on any text"),
+    "tour": ("moe_lab.tour", "tour", "train and compare five models, leave a page of pictures"),
 }
 
 # %% ../nbs/91_cli.ipynb #75a8c1e1
