@@ -34,24 +34,34 @@ def test_freshness_sees_a_difference():
 
 
 def asserted(book):
-    "The names that some assertion of a notebook rests on: named in it, or used to make what it names."
+    """The names that some assertion of a notebook rests on: named in it, or used to make what it names.
+
+    Exported classes and constants may also speak through the exported functions that use them; functions may not.
+    """
     comes_from, found = {}, set()     # name -> the names it was made from
     def names(tree):
         direct = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
         return direct.union(*(comes_from.get(n, ()) for n in direct))
+    def binds(statement):
+        bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return bound | ({statement.name} if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else set())
     def checks(node):
         if isinstance(node, ast.Assert): return True
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         return called.startswith(("test_", "assert_")) or called == "gradcheck"
+    exported, rest = [], []
     for c in book.cells:
-        if c.cell_type != "code" or re.search(r"^#\|\s*(exports?|default_exp)\b", c.source, re.M): continue
-        for statement in ast.parse(re.sub(r"^\s*[%!].*$", "", c.source, flags=re.M)).body:
-            bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-            if isinstance(statement, (ast.FunctionDef, ast.ClassDef)): bound.add(statement.name)
-            made_of = names(statement)
-            for n in bound: comes_from[n] = comes_from.get(n, set()) | made_of
-            for node in ast.walk(statement):
-                if checks(node): found |= names(node)
+        if c.cell_type != "code": continue
+        kind = exported if re.search(r"^#\|\s*exports?\b", c.source, re.M) else rest
+        kind += ast.parse(re.sub(r"^\s*[%!].*$", "", c.source, flags=re.M)).body
+    made = set().union(*(binds(s) for s in exported if isinstance(s, (ast.ClassDef, ast.Assign, ast.AnnAssign))))
+    for statement in exported * 2:      # twice: a function may use what is defined after it
+        for n in binds(statement): comes_from[n] = comes_from.get(n, set()) | names(statement) & made
+    for statement in rest:
+        made_of = names(statement)
+        for n in binds(statement): comes_from[n] = comes_from.get(n, set()) | made_of
+        for node in ast.walk(statement):
+            if checks(node): found |= names(node)
     return found
 
 
@@ -68,8 +78,9 @@ def test_public_symbols_are_asserted_on(path):
 
 def test_asserted_follows_values():
     import nbformat.v4 as v
-    book = v.new_notebook(cells=[v.new_code_cell(s) for s in ("#| export\ndef f(): assert g()", "y = f(1)\nz = h(2)", "test_eq(y, 1)")])
-    assert "f" in asserted(book) and not {"g", "h"} & asserted(book)
+    book = v.new_notebook(cells=[v.new_code_cell(s) for s in (
+        "#| export\nclass Made: pass\ndef g(): assert f\ndef f(x): return Made(g())", "y = f(1)\nz = h(2)", "test_eq(y, 1)")])
+    assert {"f", "Made"} <= asserted(book) and not {"g", "h"} & asserted(book)
 
 
 @every
