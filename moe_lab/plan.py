@@ -15,16 +15,19 @@ from fastcore.script import store_true
 
 from .cluster.topology import load as load_cluster, presets
 from .core.types import Cluster
-from .sim.collectives import ALGORITHMS, group_sizes
-from .sim.spec import ModelSpec, from_hf, models
+from .models.zoo import Model, zoo
+from .sim.collectives import ALGORITHMS
+from .sim.workload import from_hf, train_flops
 from .sim.step import RESERVED, StepTime, Strategy, memory, step
 
 # %% ../nbs/94_plan.ipynb #9ea0afe4
-def find_model(name: str) -> ModelSpec: # of `models`, or the path of a config.json
+def find_model(name: str) -> Model: # of the zoo, in any case; or the path of a config.json or its folder
     "Sizes of a model."
-    if name in models: return models[name]
-    if not Path(name).is_file(): raise ValueError(f"model must be one of {sorted(models)} or a config.json that exists, got {name!r}")
-    return from_hf(name)
+    found = {n.lower(): m for n, m in zoo.items()}.get(name.lower())
+    if found: return found
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file(): raise ValueError(f"model must be a config.json that exists or one of {sorted(zoo)}, got {name!r}")
+    return from_hf(path)
 
 def find_cluster(name: str) -> Cluster: # a preset ('nd_a100_v4', or 'nd_a100_v4:128' for 128 nodes), or the path of a YAML file
     "A cluster."
@@ -37,11 +40,12 @@ def find_cluster(name: str) -> Cluster: # a preset ('nd_a100_v4', or 'nd_a100_v4
 # %% ../nbs/94_plan.ipynb #e148902a
 def _divisors(n): return [d for d in range(1, n + 1) if n % d == 0]
 
-def sizes(model: ModelSpec, cluster: Cluster, capacity_factor: float | None = None) -> list[Strategy]:
+def sizes(model: Model, cluster: Cluster, capacity_factor: float | None = None) -> list[Strategy]:
     "Every expert and tensor parallel size and every r that divide model and cluster, with and without recomputation."
     out, G = [], cluster.num_devices
-    held = [e for e in model.experts if e]
-    for t in (d for d in _divisors(gcd(cluster.levels[-1].size, model.heads)) if d & (d - 1) == 0):
+    held = [l.experts for l in model.layers if l.experts]
+    heads = gcd(*(l.attention.heads for l in model.layers))
+    for t in (d for d in _divisors(gcd(cluster.levels[-1].size, heads)) if d & (d - 1) == 0):
         for w in (d for d in _divisors(G) if d <= 64 * max(held)) if held else [1]:
             for r in (0, *_divisors(max(1, w // min(held)))) if w > 1 else (1,):
                 for again in (False, True):
@@ -52,7 +56,7 @@ def sizes(model: ModelSpec, cluster: Cluster, capacity_factor: float | None = No
     return out
 
 # %% ../nbs/94_plan.ipynb #bc55d8c2
-def fit(model: ModelSpec, cluster: Cluster, s: Strategy, tokens: int) -> tuple[Strategy, float]:
+def fit(model: Model, cluster: Cluster, s: Strategy, tokens: int) -> tuple[Strategy, float]:
     "`s` with the fewest micro-batches that fit, and the bytes a device then misses (0: fits)."
     room = cluster.device.memory * (1 - RESERVED)
     for micro in _divisors(tokens):
@@ -79,7 +83,7 @@ class Plan:
                     parts=t.parts, bytes=t.bytes, memory=t.memory, memory_used=t.used, memory_capacity=t.capacity)
 
 # %% ../nbs/94_plan.ipynb #2a2ded1c
-def plans(model: ModelSpec, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, capacity_factor: float | None = None,
+def plans(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, capacity_factor: float | None = None,
           imbalance: float = 1., top: int = 10) -> list[Plan]:
     """The `top` strategies for a step of `tokens` tokens over the whole cluster, the fastest first.
     ValueError if none fits, saying by how much and how many devices would do."""
@@ -90,7 +94,7 @@ def plans(model: ModelSpec, cluster: Cluster, tokens: int = 2**22, seq: int = 40
     tried = [fit(model, cluster, s, each) for s in sizes(model, cluster, capacity_factor)]
     able = [s for s, miss in tried if not miss]
     if not able: raise ValueError(_why_not(model, cluster, each, min(tried, key=lambda x: x[1])))
-    def run(s): return Plan(s, (t := step(model, cluster, s, each, seq, imbalance)), 3 * model.flops(seq) * each / t.seconds / cluster.device.flops)
+    def run(s): return Plan(s, (t := step(model, cluster, s, each, seq, imbalance)), train_flops(model, seq) * each / t.seconds / cluster.device.flops)
     ranked = sorted(map(run, able), key=lambda p: p.time.seconds)
     options = [(d, a) for d in (1, 2, 4, 8) for a in ALGORITHMS if (d, a) != (1, "linear") and (a != "hierarchical" or len(cluster.levels) > 2)]
     more = [run(replace(p.strategy, degree=d, algo=a)) for p in ranked[:top] if p.time.busy.get("a2a") for d, a in options]
@@ -116,7 +120,7 @@ def _why_not(model, cluster, each, leanest):
         if any(not fit(model, larger, x, small)[1] for x in sizes(model, larger, s.capacity_factor)):
             advice = f"the same step fits on {larger.num_devices} devices"; break
     else: advice = "more such devices do not help: one layer is too large for a device"
-    return (f"{model.name} ({model.params / 1e9:.1f} B parameters) does not fit on {cluster.num_devices} {cluster.device.name}: the leanest strategy "
+    return (f"{model.name} ({model.num_params().total / 1e9:.1f} B parameters) does not fit on {cluster.num_devices} {cluster.device.name}: the leanest strategy "
             f"(expert {s.expert}, tensor {s.tensor}, r {s.r}, micro {s.micro}{', recompute' if s.recompute else ''}) misses {miss / 1e9:.1f} GB on each device "
             f"({gb} GB; {cluster.device.memory * (1 - RESERVED) / 1e9:.0f} GB usable); {advice}")
 
@@ -134,7 +138,7 @@ def _table(model, cluster, best):
     return "\n".join([line(head), *map(line, rows)])
 
 # %% ../nbs/94_plan.ipynb #00988da3
-def plan(model: str, # a known name, or the path of a Hugging Face config.json
+def plan(model: str, # a name of the zoo, or the path of a Hugging Face config.json
          cluster: str, # a preset ('nd_a100_v4:128': 128 nodes), or the path of a YAML file
          tokens: int = 2**22, # tokens of a step, over the whole cluster
          seq: int = 4096, # tokens of a sequence
@@ -146,9 +150,9 @@ def plan(model: str, # a known name, or the path of a Hugging Face config.json
     "Rank the ways to train MODEL on CLUSTER: time of a step, memory and bytes sent of each device, and what limits it."
     m, c = find_model(model), find_cluster(cluster)
     if top < 1: raise ValueError(f"top must be >= 1, got {top}")
-    best = plans(m, c, tokens, seq, capacity_factor or None, imbalance, top)
+    best, n = plans(m, c, tokens, seq, capacity_factor or None, imbalance, top), m.num_params()
     if json:
-        print(_json.dumps(dict(model=asdict(m) | dict(params=m.params, active_params=m.active_params), cluster=asdict(c), tokens=tokens, seq=seq, plans=[p.record() for p in best]), indent=1)); return
-    print(f"{m.name}: {m.params / 1e9:.1f} B parameters, {m.active_params / 1e9:.1f} B active; {c.name}: {c.num_devices} x {c.device.name}; "
+        print(_json.dumps(dict(model=dict(name=m.name, params=n.total, active_params=n.active), cluster=asdict(c), tokens=tokens, seq=seq, plans=[p.record() for p in best]), indent=1)); return
+    print(f"{m.name}: {n.total / 1e9:.1f} B parameters, {n.active / 1e9:.1f} B active; {c.name}: {c.num_devices} x {c.device.name}; "
           f"{tokens} tokens a step in sequences of {seq}\n")
     print(_table(m, c, best))

@@ -7,10 +7,11 @@ import pytest
 from moe_lab.cli import main
 from moe_lab.cluster.topology import nd_a100_v4, to_yaml
 from moe_lab.plan import fit, plans, sizes
-from moe_lab.sim.spec import ModelSpec, models
+from moe_lab.models.zoo import Attention, Layer, Model, zoo
 from moe_lab.sim.step import Strategy, step
 
-SMALL = ModelSpec("small", 512, 1000, 8, [16] * 4, top_k=2, d_expert=1024)
+LAYER = Layer(512, Attention(8, 64), experts=16, d_expert=1024, top_k=2, glu=True)
+SMALL = Model("small", (LAYER,) * 4, 1000)
 
 
 def test_best_is_the_best_of_all_that_were_allowed():
@@ -45,16 +46,16 @@ def test_impossible_requests_end_with_one_line(args, says, capsys):
 
 def test_the_advice_is_right():
     "As many devices as the refusal names are enough, half as many are not."
-    with pytest.raises(ValueError) as e: plans(models["mixtral-8x7b"], nd_a100_v4(1), 2**15)
+    with pytest.raises(ValueError) as e: plans(zoo["Mixtral-8x7B"], nd_a100_v4(1), 2**15)
     n = int(str(e.value).split("fits on ")[1].split()[0])
-    assert plans(models["mixtral-8x7b"], nd_a100_v4(n // 8), 2**15)
-    with pytest.raises(ValueError): plans(models["mixtral-8x7b"], nd_a100_v4(n // 16), 2**15)
+    assert plans(zoo["Mixtral-8x7B"], nd_a100_v4(n // 8), 2**15)
+    with pytest.raises(ValueError): plans(zoo["Mixtral-8x7B"], nd_a100_v4(n // 16), 2**15)
 
 
 def test_dense_models_and_few_experts():
     c = nd_a100_v4(2)
-    dense = ModelSpec("dense", 512, 1000, 8, [0] * 4, d_dense=2048)
+    dense = Model("dense", (Layer(512, Attention(8, 64), 2048),) * 4, 1000)
     assert {p.strategy.expert for p in plans(dense, c, 2**16)} == {1}
-    few = replace(SMALL, experts=(2,) * 4)
+    few = Model("few", (replace(LAYER, experts=2),) * 4, 1000)
     assert {p.strategy.expert for p in plans(few, c, 2**16, top=50)} >= {1, 2, 4, 16}
     assert Strategy(expert=16, r=4) in {replace(s, recompute=False) for s in sizes(few, c)}

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from moe_lab.core.types import Cluster, Device, Level
+from moe_lab.models.zoo import Attention, Layer, Model
 from moe_lab.sim.collectives import ALGORITHMS
-from moe_lab.sim.spec import ModelSpec
-from moe_lab.sim.step import BYTES, Strategy, exposed, layer, memory, step
+from moe_lab.sim.step import BYTES, Strategy, exposed, layer_time, memory, step
 
 GPU = Device("gpu", 312e12, 2e12, 80e9, launch=1e-5)
 
@@ -16,7 +16,8 @@ def cluster(nodes=2, inter=25e9, intra=300e9, dev=GPU):
     return Cluster((Level("node", nodes, inter, 5e-6, 2e5, ports=8), Level("gpu", 8, intra, 2e-6, 1e5)), dev)
 
 
-MODEL = ModelSpec("m", 1024, 8000, 16, [0, 8, 32], top_k=2, d_expert=2048, d_dense=4096, d_shared=1024)
+MOE = Layer(1024, Attention(16, 64), experts=32, d_expert=2048, top_k=2, d_shared=1024, glu=True)
+MODEL = Model("m", (Layer(1024, Attention(16, 64), 4096), replace(MOE, experts=8), MOE), 8000, tied=False)
 strategies = st.builds(Strategy, expert=st.sampled_from([1, 2, 8, 16]), tensor=st.sampled_from([1, 2]), r=st.sampled_from([0, 1, 2]), degree=st.sampled_from([1, 2, 4]),
                        algo=st.sampled_from(list(ALGORITHMS)), capacity_factor=st.sampled_from([None, 1., 2.]), recompute=st.booleans(), zero=st.booleans(),
                        micro=st.sampled_from([1, 2]), dispatch=st.sampled_from(["index", "einsum"]), flexible=st.booleans())
@@ -41,7 +42,7 @@ def test_any_strategy_adds_up(s, tokens):
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(list(ALGORITHMS)), st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_overlap_moves_the_same_bytes_and_hides_at_most_all(degree, algo, back):
-    one, many = (layer(MODEL, cluster(), Strategy(expert=16, degree=d, algo=algo), 32, 8192, back=back) for d in (1, degree))
+    one, many = (layer_time(MOE, cluster(), Strategy(expert=16, degree=d, algo=algo), 8192, back=back) for d in (1, degree))
     total = lambda t, part: sum(o.bytes for o in t.ops if o.name.startswith(part))
     assert total(many, "a2a") == pytest.approx(total(one, "a2a"))
     compute = sum(e - s for o, s, e in zip(many.ops, many.start, many.end) if o.stream == "compute")
@@ -51,7 +52,7 @@ def test_overlap_moves_the_same_bytes_and_hides_at_most_all(degree, algo, back):
 
 def test_exact_exchanges():
     # M04: two exchanges a layer and direction; none without expert parallelism; none for r = 0
-    def count(back, **kw): return len({o.name.rsplit(".", 1)[0] for o in layer(MODEL, cluster(), Strategy(**kw), 32, 64, back=back).ops if o.name.startswith("a2a")})
+    def count(back, **kw): return len({o.name.rsplit(".", 1)[0] for o in layer_time(MOE, cluster(), Strategy(**kw), 64, back=back).ops if o.name.startswith("a2a")})
     for back in (False, True):
         assert count(back, expert=16) == 2 and count(back, expert=16, degree=4) == 8
         assert count(back, expert=1) == 0 and count(back, expert=16, r=0) == 0
@@ -60,19 +61,19 @@ def test_exact_exchanges():
 
 def test_tutel_table_4_bytes():
     "EP+DP+MP: tokens C_g*r, weights P/E/r; DP: weights only (arXiv 2206.03382, Table 4, rows 1 and 7)."
-    m, c, T = replace(MODEL, experts=(4,), top_k=1), cluster(), 4096
+    l, c, T = replace(MOE, experts=4, top_k=1), cluster(), 4096
     for r in (1, 2, 4):
-        t = layer(m, c, Strategy(expert=16, r=r, capacity_factor=1.), 4, T)
+        t = layer_time(l, c, Strategy(expert=16, r=r, capacity_factor=1.), T)
         bytes = {p: sum(o.bytes for o in t.ops if o.name.startswith(p)) for p in ("a2a", "weights")}
         assert bytes["a2a"] == pytest.approx(2 * T * r * 1024 * BYTES * 15 / 16)
         s = 4 // r
-        assert bytes["weights"] == pytest.approx(m.ffn(2048) / 4 * BYTES * (s - 1))
-    t = layer(m, c, Strategy(expert=16, r=0, capacity_factor=1.), 4, T)
-    assert sum(o.bytes for o in t.ops if o.name.startswith("weights")) == pytest.approx(4 * m.ffn(2048) / 16 * BYTES * 15)
+        assert bytes["weights"] == pytest.approx(l.expert() / 4 * BYTES * (s - 1))
+    t = layer_time(l, c, Strategy(expert=16, r=0, capacity_factor=1.), T)
+    assert sum(o.bytes for o in t.ops if o.name.startswith("weights")) == pytest.approx(4 * l.expert() / 16 * BYTES * 15)
 
 
 def test_memory_by_hand():
-    m = ModelSpec("m", 64, 100, 4, [8], top_k=2, d_expert=128, gated=False)
+    m = Model("m", (Layer(64, Attention(4, 16), experts=8, d_expert=128, top_k=2, norm=0),), 100, tied=False, norm=0)
     got = memory(m, cluster(), Strategy(expert=8), 32)
     dense, expert = 2 * 6400 + 4 * 64 * 64 + 8 * 64, 8 * 2 * 64 * 128 / 8
     assert got["weights"] == got["gradients"] == 2 * (dense + expert)
@@ -82,7 +83,7 @@ def test_memory_by_hand():
 
 @pytest.mark.parametrize("kw, says", [(dict(expert=3), "expert"), (dict(tensor=3), "tensor"), (dict(expert=16, r=3), "r "), (dict(micro=3), "micro"), (dict(expert=12), "expert")])
 def test_sizes_that_do_not_divide_are_named(kw, says):
-    with pytest.raises(ValueError, match=says): step(replace(MODEL, experts=(4,)), cluster(), Strategy(**kw), 4096)
+    with pytest.raises(ValueError, match=says): step(replace(MODEL, layers=(replace(MOE, experts=4),)), cluster(), Strategy(**kw), 4096)
 
 
 def test_bad_workloads_are_named():

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EFFICIENCY', 'K_HALF', 'MEMORY', 'KERNEL', 'TILE', 'SEND_TAX', 'BYTES', 'RESERVED', 'COMMUNICATION', 'stream_seconds',
-           'gemm_seconds', 'gemm_back_seconds', 'Strategy', 'layer', 'memory', 'StepTime', 'exposed', 'step']
+           'gemm_seconds', 'gemm_back_seconds', 'Strategy', 'layer_time', 'memory', 'StepTime', 'exposed', 'step']
 
 # %% ../../nbs/sim/04_step.ipynb #8dee2980
 from collections import Counter
@@ -13,9 +13,10 @@ from functools import lru_cache
 from math import ceil
 
 from ..core.types import Cluster, Device
-from .collectives import ALGORITHMS, Phase, all_gather_phases, all_reduce_phases, alltoall_phases, group_sizes, ops
+from .collectives import ALGORITHMS, all_gather_phases, all_reduce_phases, alltoall_phases, group_sizes, ops
 from .events import Op, Timeline, simulate
-from .spec import ModelSpec
+from ..models.zoo import Attention, LatentAttention, Layer, Model, WindowAttention
+from .workload import score_flops
 
 # %% ../../nbs/sim/04_step.ipynb #a1d97081
 EFFICIENCY = .88      # share of the peak that a large product reaches
@@ -84,27 +85,28 @@ class Strategy:
         "Times that each token is sent: r, at most s; 0 when weights are gathered instead."
         return min(self.r, self.slices(experts)) if self.expert > 1 else 0
 
-    def check(self, model: ModelSpec, cluster: Cluster):
+    def check(self, model: Model, cluster: Cluster):
         "Raise ValueError if the sizes do not divide."
         G = cluster.num_devices
         for n in ("expert", "tensor"):
             if G % getattr(self, n): raise ValueError(f"{n} must divide the {G} devices, got {getattr(self, n)}")
             group_sizes(cluster, getattr(self, n))
-        if model.heads % self.tensor: raise ValueError(f"tensor must divide the {model.heads} heads, got {self.tensor}")
-        for E in filter(None, model.kinds):
+        for l in dict.fromkeys(model.layers):
+            if l.attention and l.attention.heads % self.tensor: raise ValueError(f"tensor must divide the {l.attention.heads} heads, got {self.tensor}")
+            if not (E := l.experts): continue
             if E % self.expert and self.expert % E: raise ValueError(f"expert must divide the {E} experts or be a multiple of them, got {self.expert}")
             s = self.slices(E)
             if self.copies(E) and s % self.copies(E): raise ValueError(f"r must be 0 or divide the {s} devices of an expert, got {self.r}")
-            if model.d_expert % s: raise ValueError(f"expert must slice the width {model.d_expert} evenly, got {s} devices for an expert")
+            if l.d_expert % s: raise ValueError(f"expert must slice the width {l.d_expert} evenly, got {s} devices for an expert")
 
 # %% ../../nbs/sim/04_step.ipynb #bc23da3d
 class _Layer:
     "Ops of one layer in one direction on the representative device."
-    def __init__(self, model, cluster, strategy, experts, tokens, seq, imbalance):
-        self.m, self.c, self.s, self.E, self.T, self.seq = model, cluster, strategy, experts, tokens, seq
-        self.dev, self.ops, self.bytes = cluster.device, [], Counter()
-        self.rows = tokens * model.top_k * (strategy.capacity_factor or imbalance)
-        self.n = Counter()
+    def __init__(self, layer, cluster, strategy, tokens, seq, imbalance):
+        self.l, self.c, self.s, self.T, self.seq = layer, cluster, strategy, tokens, seq
+        self.D, self.E, self.dev = layer.d_model, layer.experts, cluster.device
+        self.rows = tokens * layer.top_k * (strategy.capacity_factor or imbalance)
+        self.ops, self.bytes, self.n = [], Counter(), Counter()
 
     def _name(self, part):
         self.n[part] += 1
@@ -123,51 +125,47 @@ class _Layer:
     # -- the dense part: attention, and a feed-forward network that all tokens pass
     def tensor_comm(self, after):
         t = self.s.tensor
-        return self.move("tensor", _gather(self.c, self.T * self.m.d_model * BYTES, t, 1), after) if t > 1 else after
+        return self.move("tensor", _gather(self.c, self.T * self.D * BYTES, t, 1), after) if t > 1 else after
 
     def attention(self, after, back):
-        if not self.m.attention: return after
-        m, t, f = self.m, self.s.tensor, gemm_back_seconds if back else gemm_seconds
-        rows = self.T * t
-        score = (2.5 if back else 1) * 2 * self.T * self.seq * m.heads * m.head_dim / (self.dev.flops * EFFICIENCY / 2)
-        other = stream_seconds(self.dev, (2 if back else 1) * 10 * self.T * m.d_model * BYTES)
+        if self.l.attention is None: return after
+        D, t, f = self.D, self.s.tensor, gemm_back_seconds if back else gemm_seconds
+        score = (2.5 if back else 1) * self.T * score_flops(self.l, self.seq) / (self.dev.flops * EFFICIENCY / 2)
+        other = stream_seconds(self.dev, (2 if back else 1) * 10 * self.T * D * BYTES)
         after = self.tensor_comm(after)
-        after = self.run("attention", f(self.dev, rows, m.d_model, m.attention / m.d_model / t) + score + other, after)
+        after = self.run("attention", f(self.dev, self.T * t, D, self.l.attention.weights(D) / D / t) + score + other, after)
         return self.tensor_comm(after)
 
     def ffn(self, part, width, after, back):
         if not width: return after
         t = self.s.tensor
         after = self.tensor_comm(after)
-        after = self.run(part, _mlp(self.dev, self.T * t, self.m.d_model, width / t, self.m.gated, 1, back), after)
+        after = self.run(part, _mlp(self.dev, self.T * t, self.D, width / t, self.l.glu, 1, back), after)
         return self.tensor_comm(after)
 
     # -- the experts
     def gate(self, after, back):
-        m = self.m
         f = gemm_back_seconds if back else gemm_seconds
-        return self.run("gate", f(self.dev, self.T, m.d_model, self.E) + stream_seconds(self.dev, 4 * 4 * self.T * self.E), after)
+        return self.run("gate", f(self.dev, self.T, self.D, self.E) + stream_seconds(self.dev, 4 * 4 * self.T * self.E), after)
 
     def shuffle(self, part, after, back):
         "Tokens into expert order, or back: a gather of rows, or GShard's product with a (T, E*C) mask."
-        D = self.m.d_model
         if self.s.dispatch == "index":
-            return self.run(part, stream_seconds(self.dev, (self.rows + self.T) * D * BYTES * (1.5 if back else 1)), after)
+            return self.run(part, stream_seconds(self.dev, (self.rows + self.T) * self.D * BYTES * (1.5 if back else 1)), after)
         f = gemm_back_seconds if back else gemm_seconds
         mask = stream_seconds(self.dev, 3 * 4 * self.T * self.rows)
-        return self.run(part, f(self.dev, self.T, self.rows, D) + mask, after)
+        return self.run(part, f(self.dev, self.T, self.rows, self.D) + mask, after)
 
     def experts(self, after, back):
-        m, s, c = self.m, self.s, self.c
-        copies, W = s.copies(self.E), s.expert
-        width = m.d_expert / max(copies, 1) if copies else m.d_expert
+        s, copies, W = self.s, self.s.copies(self.E), self.s.expert
+        width = self.l.d_expert / max(copies, 1)
         local = max(1, self.E // W) if copies else self.E
         groups = local if s.flexible or not copies else local * W
         ready = self.weights(back) if not back else ()
         rows = self.rows * max(copies, 1) / s.degree
-        to = _exchange(c, rows * m.d_model * BYTES, s.algo, W) if copies else []
+        to = _exchange(self.c, rows * self.D * BYTES, s.algo, W) if copies else []
         arrived = [self.move("a2a", to, after) for _ in range(s.degree)]
-        done = [self.run("experts", _mlp(self.dev, rows, m.d_model, width, m.gated, groups, back), (*a, *ready)) for a in arrived]
+        done = [self.run("experts", _mlp(self.dev, rows, self.D, width, self.l.glu, groups, back), (*a, *ready)) for a in arrived]
         if back: self.weights(back, done[-1])
         return tuple(n for d in done for n in self.move("a2a", to, d))
 
@@ -176,30 +174,35 @@ class _Layer:
         W, s, copies = self.s.expert, self.s.slices(self.E), self.s.copies(self.E)
         if W == 1: return ()
         span = W if not copies else s // copies
-        held = self.E * self.m.ffn(self.m.d_expert) / W
+        held = self.E * self.l.expert() / W
         return self.move("weights", _gather(self.c, held * BYTES, span, 1), after, "weights") if span > 1 else ()
 
     def forward(self, after=()):
-        if not self.E: return self.ffn("dense", self.m.d_dense, self.attention(after, False), False)
+        if not self.E: return self.ffn("dense", self.l.d_ffn, self.attention(after, False), False)
         after = self.gate(self.attention(after, False), False)
         encoded = self.shuffle("encode", after, False)
-        self.ffn("shared", self.m.d_shared, after, False)
+        self.ffn("shared", self.l.d_ffn + self.l.d_shared, after, False)
         return self.shuffle("decode", self.experts(encoded, False), False)
 
     def backward(self, after=()):
-        if not self.E: return self.attention(self.ffn("dense", self.m.d_dense, after, True), True)
+        if not self.E: return self.attention(self.ffn("dense", self.l.d_ffn, after, True), True)
         decoded = self.shuffle("decode", after, True)
-        self.ffn("shared", self.m.d_shared, after, True)
+        self.ffn("shared", self.l.d_ffn + self.l.d_shared, after, True)
         after = self.shuffle("encode", self.experts(decoded, True), True)
         return self.attention(self.gate(after, True), True)
 
     def sync(self):
         "Gradients of a layer of this kind, summed over its data parallel devices while another layer computes."
-        m, s, G = self.m, self.s, self.c.num_devices
-        self.move("grads", _reduce(self.c, m.dense_params(self.E) / s.tensor * BYTES, G // s.tensor, s.tensor), (), "grads")
-        if self.E: self.move("grads", _reduce(self.c, self.E * m.ffn(m.d_expert) / s.expert * BYTES, G // s.expert, s.expert), (), "grads")
+        s, G = self.s, self.c.num_devices
+        self.move("grads", _reduce(self.c, _dense(self.l) / s.tensor * BYTES, G // s.tensor, s.tensor), (), "grads")
+        if self.E: self.move("grads", _reduce(self.c, self.E * self.l.expert() / s.expert * BYTES, G // s.expert, s.expert), (), "grads")
 
 # %% ../../nbs/sim/04_step.ipynb #fb8ae601
+def _dense(layer: Layer) -> float:
+    "Parameters of a layer without its routed experts."
+    if layer.attention is None: return layer.experts * layer.d_model
+    return layer.params()[0] - layer.experts * layer.expert()
+
 def _mlp(device, rows, D, F, gated, groups, back):
     "Up, activation, down."
     f, wide = (gemm_back_seconds if back else gemm_seconds), F * (2 if gated else 1)
@@ -217,40 +220,54 @@ def _gather(cluster, bytes, size, stride): return all_gather_phases(cluster, byt
 def _reduce(cluster, bytes, size, stride): return all_reduce_phases(cluster, bytes, group=group_sizes(cluster, size, stride)) if size > 1 else []
 
 # %% ../../nbs/sim/04_step.ipynb #92f8df46
-def layer(model: ModelSpec, cluster: Cluster, strategy: Strategy, experts: int, tokens: int, seq: int = 4096, imbalance: float = 1.,
-          back: bool = False, sync: bool = False) -> Timeline:
-    "One layer of `experts` (0: dense), `tokens` a device, forward or backward; with `sync`, beside the gradients of the layer above."
-    l = _Layer(model, cluster, strategy, experts, tokens, seq, imbalance)
-    if back:
-        if sync: l.sync()
-        l.backward(l.forward() if strategy.recompute else ())
+def _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync):
+    l = _Layer(layer, cluster, strategy, tokens, seq, imbalance)
+    if sync: l.sync()
+    if back: l.backward(l.forward() if strategy.recompute else ())
     else: l.forward()
-    return simulate(l.ops)
+    return simulate(l.ops), l.bytes
+
+def layer_time(layer: Layer, cluster: Cluster, strategy: Strategy, tokens: int, seq: int = 4096, imbalance: float = 1.,
+               back: bool = False, sync: bool = False) -> Timeline:
+    "One layer, `tokens` a device, forward or backward; with `sync`, beside the gradients of the layer above."
+    return _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync)[0]
 
 # %% ../../nbs/sim/04_step.ipynb #b3e16ab4
-def memory(model: ModelSpec, cluster: Cluster, strategy: Strategy, tokens: int) -> dict[str, float]:
+def _saved(l: Layer, s: Strategy, T: int) -> float:
+    "Numbers that backward needs of a token in one layer (norm inputs, q k v, attention output, pre-activations, dispatched rows, mask)."
+    if s.recompute: return l.d_model
+    a, D = l.attention, l.d_model
+    if a is None: attention = 0
+    elif isinstance(a, LatentAttention): attention = 2 * D + a.q_rank + a.kv_rank + 2 * a.heads * (a.nope + a.rope + a.v) / s.tensor
+    elif isinstance(a, WindowAttention): attention = 6 * D
+    else: attention = 2 * D + 2 * (a.heads + (a.kv_heads or a.heads)) * a.head_dim / s.tensor
+    wide = 2 if l.glu else 1
+    dense = D + (wide + 1) * (l.d_ffn + l.d_shared) / s.tensor
+    if not l.experts: return attention + dense
+    copies, rows = max(s.copies(l.experts), 1), (s.capacity_factor or 1.) * l.top_k
+    mask = 1.5 * rows * T if s.dispatch == "einsum" else 0         # (T, E*C): bool and weights
+    return attention + dense + rows * copies * (D + wide * l.d_expert / copies) + 2 * l.experts + mask
+
+# %% ../../nbs/sim/04_step.ipynb #633117d1
+def memory(model: Model, cluster: Cluster, strategy: Strategy, tokens: int) -> dict[str, float]:
     "Bytes on each device, by what takes them, for `tokens` a device and micro-batch."
-    m, s, G, T = model, strategy, cluster.num_devices, tokens
-    dense = (m.embedding + sum(m.dense_params(e) for e in m.experts)) / s.tensor
-    expert = sum(e * m.ffn(m.d_expert) for e in m.experts) / s.expert
-    f = s.capacity_factor or 1.
-    wide = 2 if m.gated else 1
-    kept = 0.
-    for e in m.experts:
-        attention = 2 * m.d_model + 2 * (m.heads + m.kv_heads) * m.head_dim / s.tensor
-        copies = max(s.copies(e), 1)
-        rows = f * m.top_k * copies
-        moe = m.d_model * (1 + rows) + rows * wide * m.d_expert / copies + 2 * e + (wide + 1) * m.d_shared / s.tensor
-        kept += m.d_model if s.recompute else attention + (moe if e else m.d_model + (wide + 1) * m.d_dense / s.tensor)
-        if e and s.dispatch == "einsum" and not s.recompute: kept += 1.5 * f * m.top_k * T         # the (T, E*C) mask: bool and weights
-    rows, gathered = 0., 0.
-    for e in filter(None, m.kinds):
-        rows = max(rows, T * m.top_k * f * max(s.copies(e), 1))
-        span = s.expert if not s.copies(e) else s.slices(e) // s.copies(e)
-        if s.expert > 1 and span > 1: gathered = max(gathered, e * m.ffn(m.d_expert) / s.expert * span)
+    s, G, T = strategy, cluster.num_devices, tokens
+    dense = (_around(model) + sum(map(_dense, model.layers))) / s.tensor
+    expert = sum(l.experts * l.expert() for l in model.layers if l.experts) / s.expert
+    buffers = gathered = 0.
+    for l in dict.fromkeys(model.layers):
+        if not l.experts: continue
+        buffers = max(buffers, 3 * T * l.top_k * (s.capacity_factor or 1.) * max(s.copies(l.experts), 1) * l.d_model)
+        span = s.expert if not s.copies(l.experts) else s.slices(l.experts) // s.copies(l.experts)
+        if s.expert > 1 and span > 1: gathered = max(gathered, 2 * l.experts * l.expert() / s.expert * span)
     state = 12 * (dense / (G / s.tensor if s.zero else 1) + expert / (G / s.expert if s.zero else 1))
-    return {"weights": BYTES * (dense + expert), "gradients": BYTES * (dense + expert), "optimizer": state, "activations": T * kept * BYTES,
-            "buffers": 3 * rows * m.d_model * BYTES + 2 * BYTES * gathered, "logits": T * m.vocab * 6}
+    return {"weights": BYTES * (dense + expert), "gradients": BYTES * (dense + expert), "optimizer": state,
+            "activations": BYTES * T * sum(n * _saved(l, s, T) for l, n in Counter(model.layers).items()),
+            "buffers": BYTES * (buffers + gathered), "logits": 6. * T * model.vocab}
+
+def _around(m: Model) -> float:
+    "Parameters outside the layers: embedding, positions, output, last norm."
+    return m.layers[-1].d_model * (m.vocab * (1 if m.tied else 2) + m.positions + m.norm) + m.extra
 
 RESERVED = .06        # share of a device's memory that contexts, libraries and fragments take
 
@@ -295,7 +312,7 @@ def exposed(t: Timeline) -> dict[str, float]:
     return dict(out)
 
 # %% ../../nbs/sim/04_step.ipynb #fc6ff5dd
-def step(model: ModelSpec, cluster: Cluster, strategy: Strategy, tokens: int = 4096, seq: int = 4096, imbalance: float = 1.) -> StepTime:
+def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096, seq: int = 4096, imbalance: float = 1.) -> StepTime:
     """One training step, `tokens` on each device in all. `imbalance`: load of the busiest device over the mean (dropless only:
     a capacity pads everyone alike). ValueError says which sizes do not divide."""
     if tokens < 0 or tokens % strategy.micro: raise ValueError(f"tokens must be >= 0 and a multiple of micro ({strategy.micro}), got {tokens}")
@@ -309,18 +326,17 @@ def step(model: ModelSpec, cluster: Cluster, strategy: Strategy, tokens: int = 4
             busy[o.name.split(".")[0]] += times * (b - a)
             for l, v in o.load.items(): port[l] += times * v
     def more(part, seconds, times=1): parts[part] += times * seconds; busy[part] += times * seconds
-    for E, n in model.kinds.items():
+    for l, n in Counter(model.layers).items():
         for back, sync, times in ((False, False, s.micro), (True, False, s.micro - 1), (True, True, 1)):
             if not times: continue
-            l = _Layer(model, cluster, s, E, T, seq, imbalance)
-            if sync: l.sync()
-            if back: l.backward(l.forward() if s.recompute else ())
-            else: l.forward()
-            add(simulate(l.ops), times * n)
-            for k, v in l.bytes.items(): sent[k] += times * n * v
-    head = gemm_seconds(dev, T * s.tensor, model.d_model, model.vocab / s.tensor) + gemm_back_seconds(dev, T * s.tensor, model.d_model, model.vocab / s.tensor)
-    more("head", head + stream_seconds(dev, 3 * 4 * T * model.vocab), s.micro)
-    edge = _reduce(cluster, model.embedding / s.tensor * BYTES, G // s.tensor, s.tensor)
+            t, moved = _run(l, cluster, s, T, seq, imbalance, back, sync)
+            add(t, times * n)
+            for k, v in moved.items(): sent[k] += times * n * v
+    if model.vocab:
+        D, V = model.layers[-1].d_model, model.vocab / s.tensor
+        head = gemm_seconds(dev, T * s.tensor, D, V) + gemm_back_seconds(dev, T * s.tensor, D, V)
+        more("head", head + stream_seconds(dev, 3 * 4 * T * model.vocab), s.micro)
+    edge = _reduce(cluster, _around(model) / s.tensor * BYTES, G // s.tensor, s.tensor)
     more("grads", sum(p.alone for p in edge))
     for p in edge: sent.update(p.bytes); port.update(p.load)
     mem = memory(model, cluster, s, T)

@@ -1,8 +1,8 @@
-"ModelSpec.from_hf counts what transformers builds."
+"from_hf counts what transformers builds."
 import pytest
 import torch
 
-from moe_lab.sim.spec import from_hf
+from moe_lab.sim.workload import from_hf
 
 transformers = pytest.importorskip("transformers")
 SMALL = dict(hidden_size=256, vocab_size=512, num_attention_heads=8, num_hidden_layers=4, intermediate_size=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -27,6 +27,6 @@ def test_parameters_as_transformers_builds_them(kind):
     with torch.device("meta"): model = transformers.AutoModelForCausalLM.from_config(config)
     want = sum(p.numel() for p in model.parameters())
     spec = from_hf(config.to_dict())
-    assert spec.params == pytest.approx(want, rel=.01), (spec, want)
+    assert spec.num_params().total == pytest.approx(want, rel=.01), (spec, want)
     moe = sum(1 for n, p in model.named_parameters() if "experts" in n and n.endswith("down_proj"))
-    assert sum(e > 0 for e in spec.experts) == moe
+    assert sum(l.experts > 0 for l in spec.layers) == moe
