@@ -1,4 +1,5 @@
 """Slots and capacity against a loop that hands them out one by one."""
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -33,3 +34,10 @@ def test_dispatch_equals_loop(routing, capacity, choice_major, prioritised):
     assert d.counts.tolist() == used
     assert d.order[: sum(used)].tolist() == [i for q in queues for i in q]
     assert sorted(d.order.tolist()) == list(range(T * k))
+
+
+def test_ids_beyond_the_last_expert_are_refused():                              # G15
+    for ids in ([[4]], [[0, 4]], [[7, -1]]):
+        with pytest.raises(ValueError, match="num_experts=4"): dispatch(torch.tensor(ids), 4)
+    d = dispatch(torch.tensor([[0, -1]]), 4)
+    assert d.counts.tolist() == [1, 0, 0, 0] and d.rows().tolist() == [[0, -1]]

@@ -52,12 +52,13 @@ class Routing:
 def count_experts(expert: Tensor, # ids, any shape, int64; -1 counts nowhere
                   num_experts: int, # E
                  ) -> Tensor: # (E,) int64
-    "How often each expert stands in `expert`. No synchronisation with the host."
+    "How often each expert stands in `expert`. No synchronisation with the host, so on a GPU an id >= E is a device-side assertion."
     flat = expert.reshape(-1)
-    # one extra bin takes the -1s, so that the shape does not depend on the data
-    bins = torch.where(flat < 0, num_experts, flat)
-    return torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
-        0, bins, torch.ones_like(bins))[:num_experts]
+    if flat.device.type == "cpu" and not torch.compiler.is_compiling() and flat.numel() and int(flat.max()) >= num_experts:
+        raise ValueError(f"expert must hold ids below num_experts={num_experts}, got {int(flat.max())}")
+    # bin 0 takes the -1s, so that the shape does not depend on the data
+    bins = (flat + 1).clamp(min=0)
+    return torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, bins, torch.ones_like(bins))[1:]
 
 # %% ../../nbs/core/01_types.ipynb #f93081f2
 @dataclass(frozen=True, eq=False)
