@@ -174,10 +174,8 @@ class GPT(nn.Module):
             for name, p in self.named_parameters():
                 if name.endswith(("attention.out.weight", ".down")): p.mul_((2 * c.num_layers) ** -0.5)
 
-    def forward(self, ids_BS: Tensor, # int64
-                mask: Tensor | None = None, # (B,S) bool, False where padding stands (on the right); it takes no expert's place
-                cache: KVCache | None = None, # read on from here
-               ) -> tuple[Tensor, tuple]: # logits (B,S,V), aux of each layer
+    def features(self, ids_BS: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> tuple[Tensor, tuple]:
+        "What the output layer reads, (B,S,D), and the aux of each layer: for losses that never hold all logits."
         start, S = cache.length if cache else 0, ids_BS.shape[1]
         x, auxes = self.embed(ids_BS), []
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -186,7 +184,14 @@ class GPT(nn.Module):
             x, aux = block(x, *angles, mask, cache)
             auxes.append(aux)
         if cache is not None: cache.length += S
-        return F.linear(self.norm(x), self.embed.weight), tuple(auxes)
+        return self.norm(x), tuple(auxes)
+
+    def forward(self, ids_BS: Tensor, # int64
+                mask: Tensor | None = None, # (B,S) bool, False where padding stands (on the right); it takes no expert's place
+                cache: KVCache | None = None, # read on from here
+               ) -> tuple[Tensor, tuple]: # logits (B,S,V), aux of each layer
+        x, auxes = self.features(ids_BS, mask, cache)
+        return F.linear(x, self.embed.weight), auxes
 
 # %% ../../nbs/models/02_gpt.ipynb #51dc27d7
 @dataclass(frozen=True)
