@@ -25,6 +25,9 @@ def tile_table(offsets: Tensor, # (E+1,)
                tile: int, # rows of a tile
               ) -> Tensor: # (rows // tile + E, 4) int32
     "For each tile: expert, first row, end of the expert's rows, and (in every row) the number of tiles. Unused rows are 0."
+    if triton_body(offsets):
+        from moe_lab.experts.plan_kernels import tiles_triton
+        return tiles_triton(offsets.contiguous(), rows, tile)
     E = offsets.shape[0] - 1
     M = rows // tile + E
     start, end = offsets[:-1], offsets[1:]
@@ -45,6 +48,9 @@ def expert_plan(expert: Tensor, # (T,k) int64; ids outside [0, E) get no row
                ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`offsets` (E+1,), `order` (T*k,), `row` (T,k) and `tiles`, all int32. Stable: rows of an expert are in token order."
     T, k = expert.shape
+    if triton_body(expert):
+        from moe_lab.experts.plan_kernels import plan_triton
+        return plan_triton(expert.contiguous(), num_experts, tile)
     d = make_dispatch(torch.where((expert >= 0) & (expert < num_experts), expert, -1), num_experts, choice_major=False)
     return d.offsets.int(), d.order.int(), d.rows().int(), tile_table(d.offsets, T * k, tile)
 
@@ -83,40 +89,44 @@ def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row,
     return (y if row is None else _sum_rows(y, row)), pre
 
 # %% ../../nbs/experts/03_grouped.ipynb #12a0e68f
-def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation):
+def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation, needs):
     act, parts = get_activation(activation), _by_expert(offsets)
     if order is not None:
         token = order.long() // row.shape[1]
         rows, g, scale = x[token], dy[token], weight.reshape(-1)[order.long(), None]
     else: rows, g, scale = x, dy, torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0], 1)
-    d_up, d_down = torch.zeros_like(up), torch.zeros_like(down)
+    d_up, d_down = (torch.zeros_like(t, memory_format=torch.contiguous_format) if n else None for t, n in zip((up, down), needs[1:]))
     d_up_bias, d_down_bias = (None if b is None else torch.zeros_like(b) for b in (up_bias, down_bias))
     d_rows, d_scale = torch.zeros_like(rows), scale.new_zeros(rows.shape[0])
     for e, at in parts:
         h, gw, s = act.forward(pre[at]), g[at] @ down[e], scale[at]
         d_pre = act.backward(pre[at], (gw * s).to(gw.dtype))
         d_scale[at] = (gw.to(s.dtype) * h).sum(1)
-        d_up[e], d_down[e] = d_pre.t() @ rows[at], g[at].t() @ (h * s).to(h.dtype)
-        d_rows[at] = d_pre @ up[e]
+        if needs[0]: d_rows[at] = d_pre @ up[e]
+        if needs[1]: d_up[e] = d_pre.t() @ rows[at]
+        if needs[2]: d_down[e] = g[at].t() @ (h * s).to(h.dtype)
         if up_bias is not None: d_up_bias[e] = d_pre.sum(0, dtype=s.dtype)
         if down_bias is not None:
             d_scale[at] += (g[at] * down_bias[e]).sum(1, dtype=s.dtype)
             d_down_bias[e] = (g[at] * s).sum(0)
-    if order is None: return d_rows, None, d_up, d_down, d_up_bias, d_down_bias
+    if order is None: return d_rows if needs[0] else None, None, d_up, d_down, d_up_bias, d_down_bias
     d_weight = torch.where(row >= 0, d_scale[row.clamp(min=0).long()], 0).to(weight.dtype)
-    return _sum_rows(d_rows, row), d_weight, d_up, d_down, d_up_bias, d_down_bias
+    return _sum_rows(d_rows, row) if needs[0] else None, d_weight, d_up, d_down, d_up_bias, d_down_bias
 
 # %% ../../nbs/experts/03_grouped.ipynb #f6a99c64
 @torch.library.custom_op("moe_lab::experts", mutates_args=())
 def _experts(x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-             offsets: Tensor, order: Tensor | None, row: Tensor | None, tiles: Tensor, activation: str, save: bool,
+             offsets: Tensor, order: Tensor | None, row: Tensor | None, tiles: Tensor, tile: int, activation: str, save: bool,
              ) -> tuple[Tensor, Tensor]:
     "(y, pre-activations of each row); the latter is empty unless `save`."
+    if triton_body(x, up, down):
+        from moe_lab.experts.grouped_kernels import forward_triton
+        return forward_triton(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile, activation, save)
     y, pre = _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row, activation)
     return y, pre if save else pre.new_empty(0, up.shape[1])
 
 @_experts.register_fake
-def _(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, activation, save):
+def _(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile, activation, save):
     R = (x if order is None else order).shape[0]
     return x.new_empty(x.shape), x.new_empty(R if save else 0, up.shape[1])
 
@@ -124,26 +134,34 @@ def _(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, activ
 @torch.library.custom_op("moe_lab::experts_backward", mutates_args=())
 def _experts_backward(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None,
                       down_bias: Tensor | None, pre: Tensor, offsets: Tensor, order: Tensor | None, row: Tensor | None,
-                      tiles: Tensor, activation: str) -> list[Tensor]:
-    "Gradients of x, weight, up, down, up_bias, down_bias, those that exist."
-    grads = _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation)
+                      tiles: Tensor, tile: int, activation: str, needs: list[bool]) -> list[Tensor]:
+    "Gradients of x, weight, up, down, up_bias, down_bias, those that exist. needs: of x, up, down."
+    args = dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row
+    if triton_body(x, up, down):
+        from moe_lab.experts.grouped_kernels import backward_triton
+        grads = backward_triton(*args, tiles, tile, activation, needs)
+    else: grads = _backward_torch(*args, activation, needs)
     return [g for g in grads if g is not None]
 
 @_experts_backward.register_fake
-def _(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, activation):
-    return [torch.empty_like(t) for t in (x, weight, up, down, up_bias, down_bias) if t is not None]
+def _(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs):
+    exist = needs[0], weight is not None, needs[1], needs[2], up_bias is not None, down_bias is not None
+    return [torch.empty_like(t, memory_format=torch.contiguous_format)
+            for t, e in zip((x, weight, up, down, up_bias, down_bias), exist) if e]
 
 # %% ../../nbs/experts/03_grouped.ipynb #f23bc255
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.activation, save = inputs
+    *tensors, ctx.tile, ctx.activation, save = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
 
 def _backward(ctx, dy, _):
     x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, pre = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
     grads = iter(torch.ops.moe_lab.experts_backward(dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre,
-                                                    offsets, order, row, tiles, ctx.activation))
-    return *(None if t is None else next(grads) for t in (x, weight, up, down, up_bias, down_bias)), *[None] * 6
+                                                    offsets, order, row, tiles, ctx.tile, ctx.activation, needs))
+    exist = needs[0], weight is not None, *needs[1:], up_bias is not None, down_bias is not None
+    return *(next(grads) if e else None for e in exist), *[None] * 7
 
 _experts.register_autograd(_backward, setup_context=_setup_context)
 
@@ -185,8 +203,9 @@ def expert_mlp(rows_RD: Tensor, # rows in expert order
     _check(rows_RD, up, down, up_bias, down_bias, activation)
     R, E = rows_RD.shape[0], up.shape[0]
     if offsets.shape != (E + 1,): raise ValueError(f"offsets must have shape ({E + 1},), got {tuple(offsets.shape)}")
-    tiles = tile_table(offsets, R, tile_rows(R, E))
-    return _experts(rows_RD, None, up, down, up_bias, down_bias, offsets.int(), None, None, tiles, activation,
+    tile = tile_rows(R, E)
+    tiles = tile_table(offsets, R, tile)
+    return _experts(rows_RD, None, up, down, up_bias, down_bias, offsets.int(), None, None, tiles, tile, activation,
                     _needs_grad(rows_RD, up, down, up_bias, down_bias))[0]
 
 # %% ../../nbs/experts/03_grouped.ipynb #f5107ebc
@@ -223,5 +242,5 @@ def grouped_moe(x_TD: Tensor,
         raise ValueError(f"expert must lie in [-1, {E}), got {int(expert.max())}")
     tile = tile_rows(T * k, E)
     plan = expert_plan(expert, E, tile) if dispatch is None else _plan_of(dispatch, tile)
-    return _experts(x_TD, weight, up, down, up_bias, down_bias, *plan, activation,
+    return _experts(x_TD, weight, up, down, up_bias, down_bias, *plan, tile, activation,
                     _needs_grad(x_TD, weight, up, down, up_bias, down_bias))[0]
