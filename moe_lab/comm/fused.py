@@ -308,22 +308,26 @@ def embedding_all_to_all(table_tVD: Tensor, # this rank's t tables
     return _EmbeddingAllToAll.apply(table_tVD, index_tBL, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #4a21841c
-def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, programs=None, BN=8, BK=1024, stages=3, num_warps=8) -> Tensor:
-    "The fused kernel, two-phase direct: partial sums to each column's owner, sums to everybody; (M,N) float32, a view of the receive buffer."
+def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=8, BK=1024, stages=3, num_warps=8) -> Tensor:
+    """The fused kernel; (M,N) float32, a view of the receive buffer. `phases` 2 (two-phase direct, as in the paper): partial sums to
+    each column's owner, sums to everybody. `phases` 1: partial sums to everybody, one meeting less, W times the bytes."""
     from moe_lab.comm import fused_kernels as k
+    if phases not in (1, 2): raise ValueError(f"phases must be 1 or 2, got {phases}")
     (M, K), N, W = x_MK.shape, weight_NK.shape[0], buf.world
     # every program waits for its twins, so all must be resident at once: 2 a multiprocessor fit with one token, else 1
     programs = programs or 2 * _multiprocessors(x_MK.device)
     if M > 1: programs, BN = min(programs, _multiprocessors(x_MK.device)), 4
     i, owned = buf.turn(), _owned(N, W, BN)
-    k.gemv_reduce[(min(programs, owned // BN, 1024),)](
-        x_MK, weight_NK, buf.buffer_table[i], buf.flags, buf.flag_table, buf.err, buf.rank, 0, W * M * owned, M, N, K, owned, buf.epoch,
+    tiles, start = (-(-N // BN), W * M * N) if phases == 1 else (owned // BN, W * M * owned)
+    kernel, extra = (k.gemv_one_phase, ()) if phases == 1 else (k.gemv_two_phase, (owned,))
+    kernel[(min(programs, tiles, 1024),)](
+        x_MK, weight_NK, buf.buffer_table[i], buf.flags, buf.flag_table, buf.err, buf.rank, start, M, N, K, *extra, buf.epoch,
         MB=min(4, _pow2(M)), BN=BN, BK=min(BK, _pow2(K)), STAGES=stages, W=W, num_warps=num_warps)
-    return buf.view(buf.rank, i, (W * M * owned + M * N,), torch.float32)[W * M * owned:].view(M, N)
+    return buf.view(buf.rank, i, (start + M * N,), torch.float32)[start:].view(M, N)
 
 
 def _owned(N, W, BN): return -(-N // (W * BN)) * BN
-def _gemv_bytes(M, N, W, BN=16): return 4 * M * (W * _owned(N, W, BN) + N)
+def _gemv_bytes(M, N, W, BN=16): return 4 * M * (W * max(_owned(N, W, BN), N) + N)
 
 # %% ../../nbs/comm/04b_fused.ipynb #de585d03
 class _GemvAllReduce(torch.autograd.Function):
