@@ -142,28 +142,26 @@ def _descriptor(x: Tensor, h: int, w: int) -> TensorDescriptor:
 # %% ../../nbs/experts/02b_products_kernels.ipynb #77e01976
 @lru_cache
 def _device(index):
-    "Multiprocessors and shared memory [KiB] of a GPU; on a CPU (interpreter) two programs."
-    if index is None: return 2, 227
+    "Multiprocessors, shared memory [KiB] and whether it is a Hopper; on a CPU (interpreter) two programs."
+    if index is None: return 2, 227, False
     p = torch.cuda.get_device_properties(index)
-    return p.multi_processor_count, p.shared_memory_per_block_optin // 1024
-
-def _pow2(n, low, high): return min(max(triton.next_power_of_2(n), low), high)
+    return p.multi_processor_count, p.shared_memory_per_block_optin // 1024, p.major == 9
 
 def default_tiles(
     kind: str, # 'sdd' or 'dsd'
     dtype: torch.dtype, block: int,
     columns: int, # of the output that neighbouring tiles can share
-    transposed: bool = False, # walks down columns
     shared: int = 227, # KiB of shared memory
 ) -> dict: # BM, BN, BK, PART, GROUP, FLAT, PER_SM (programs a multiprocessor), num_warps, num_stages
     "The tile sizes that a product uses unless told otherwise."
-    wide = dtype.itemsize == 2 and shared >= 200
-    BM, BN = (min(block, 128), 256) if wide else (min(block, 64), 64)
+    half = dtype.itemsize == 2
+    BM, BN, BK = (128, 256, 64) if half and shared >= 200 else (128, 128, 32) if half else (64, 64, 32)
+    BM, BK = min(block, BM), min(block, BK)
     if kind == "sdd": BN = min(BN, columns & -columns)      # the largest power of two that divides
-    else: BN = _pow2(columns, 16, BN)
-    big = BM * BN > 128 * 128
-    return dict(BM=BM, BN=BN, BK=min(block, 64 if wide else 32), PART=min(BN, 128, block if kind == "sdd" else BN), GROUP=8, FLAT=True, PER_SM=1 if big else 2,
-                num_warps=8 if big else 4, num_stages=3 if wide else 2)
+    else: BN = min(max(triton.next_power_of_2(columns), 16), BN)
+    warps = 8 if BM * BN > 128 * 64 else 4
+    return dict(BM=BM, BN=BN, BK=BK, PART=min(BN, 128, block if kind == "sdd" else BN), GROUP=8, FLAT=True, PER_SM=1 if warps == 8 else 2,
+                num_warps=warps, num_stages=3 if half else 2)
 
 # %% ../../nbs/experts/02b_products_kernels.ipynb #c50166f1
 def _launch(kernel, tiles, num_tiles, device, *args, **constants):
@@ -173,13 +171,19 @@ def _launch(kernel, tiles, num_tiles, device, *args, **constants):
     ieee = not torch.backends.cuda.matmul.allow_tf32
     kernel[(min(programs, num_tiles),)](*args, **constants, IEEE=ieee, **tiles)
 
+def _for_hopper(x, block): return x.dtype in (torch.bfloat16, torch.float16) and block % 128 == 0
+
 def sdd(a: Tensor, b: Tensor, index: list[Tensor], block: int, width: int,
         tiles: dict | None = None, # see `default_tiles`
        ) -> Tensor: # (num_blocks,B,B)
     "Body of `products.sdd`: a (M,K), b (G,K,N/G)."
     K, member, num_blocks = a.shape[1], b.shape[2], index[1].shape[0]
+    programs, shared, on_hopper = _device(a.device.index)
+    if on_hopper and not tiles and _for_hopper(a, block):
+        from moe_lab.experts import products_hopper_kernels as hopper
+        if (out := hopper.sdd(a, b, index, block, width, programs)) is not None: return out
     width = width if width and member % (width * block) == 0 else 0        # a row's blocks must lie in one member of the stack
-    t = tiles or default_tiles("sdd", a.dtype, block, width * block or block, shared=_device(a.device.index)[1])
+    t = tiles or default_tiles("sdd", a.dtype, block, width * block or block, shared)
     out = a.new_empty(num_blocks, block, block)
     (a, a_flip), (b, b_flip) = _boxable(a[None]), _boxable(b)
     _launch(_sdd_kernel, t, num_blocks * block**2 // (t["BM"] * t["BN"]), out.device,
@@ -195,8 +199,12 @@ def dsd(data: Tensor, b: Tensor, index: list[Tensor], width: int, transposed: bo
     row_offsets, row, column, column_offsets, row_t, position = index
     offsets, other = (column_offsets, row_t) if transposed else (row_offsets, column)
     (G, member, N), block, lines = b.shape, data.shape[-1], offsets.shape[0] - 1
+    programs, shared, on_hopper = _device(data.device.index)
+    if on_hopper and not tiles and _for_hopper(data, block):
+        from moe_lab.experts import products_hopper_kernels as hopper
+        if (out := hopper.dsd(data, b, index, width, transposed, stack, programs)) is not None: return out
     width = width if G == 1 or (not transposed and member % (width * block or 1) == 0) else 0
-    t = tiles or default_tiles("dsd", data.dtype, block, N, transposed, _device(data.device.index)[1])
+    t = tiles or default_tiles("dsd", data.dtype, block, N, shared)
     M = lines * block
     out = _output(data, stack, N, M // stack) if stack else _output(data, 1, M, N)
     b, b_flip = _boxable(b)
