@@ -17,6 +17,7 @@ commands = {   # verb: (module, function, one line for the overview)
     "plan": ("moe_lab.plan", "plan", "which strategy trains a model fastest on a cluster, and what limits it"),
     "train": ("moe_lab.models.train", "train", "train a GPT with experts on any text"),
     "tour": ("moe_lab.tour", "tour", "train and compare five models, leave a page of pictures"),
+    "zoo": ("moe_lab.models.zoo", "show_model", "parameters, bytes, FLOPs and recipe of the papers' models"),
 }
 
 # %% ../nbs/91_cli.ipynb #75a8c1e1

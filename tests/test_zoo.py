@@ -156,3 +156,12 @@ def test_every_model_says_where_it_comes_from():
 def test_parts():
     assert LatentAttention(2, 3, 5, 7, 1, 4).weights(10) == 3 * (10 + 2 * 8) + 10 * 6 + 5 * 2 * 11 + 2 * 4 * 10
     assert LatentAttention(2, 3, 5, 7, 1, 4).scores() == 2 * (8 + 4) and WindowAttention(2).weights(8) == 256
+
+
+def test_command_line(capsys):
+    from moe_lab.cli import main
+    assert main(["zoo"]) == 0 and capsys.readouterr().out.count("\n") == len(zoo)
+    assert main(["zoo", "--model", "1.3B+MoE-128", "--context", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "52.472 B parameters" in out and "12 layers of width 2048, top-1 of 128 experts of 8192" in out
+    assert main(["zoo", "--model", "1.3B+MoE"]) == 2 and "1.3B+MoE-128" in capsys.readouterr().err
