@@ -90,17 +90,15 @@ def run_pipeline(shapes, degrees, rounds):
 def _pipeline(T, D, F, E, k, degrees, rounds):
     from moe_lab.cluster.groups import grid
     from moe_lab.comm.pipeline import Pipelined
-    from moe_lab.experts.layer import Experts
     device, g, out = rank_device(), grid(), {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ex = Pipelined(g)
-    mine = Experts(D, F, E, "gelu", ids=ex.ids(E)).to(device, dtype)
+    mine = Pipelined(g).experts(D, F, E, "gelu").to(device, dtype)
     x = torch.randn(E, k * T // E, D, device=device, dtype=dtype).requires_grad_()
     for d in degrees:
         ex = Pipelined(g, degree=d)
-        def both(): ex.through(x, mine).backward(x.detach())
         def forward():
-            with torch.no_grad(): ex.through(x, mine)
+            with torch.no_grad(): ex.through(x, mine, ex.weights(mine, E))
+        def both(): ex.through(x, mine, ex.weights(mine, E)).backward(x.detach())
         out[d] = _timed(forward, device, 3, rounds), _timed(both, device, 3, rounds)
     return out
 

@@ -77,12 +77,9 @@ class ExpertParallel:
         E, D = r.num_experts, x_TD.shape[1]
         C = capacity_for(r, self.capacity_factor, self.rule, self.multiple, self.grid.flat)
         d = dispatch(r.expert, E, C, drop_priority(r, self.policy))
-        z = self.through(encode(x_TD, d).view(E, C, D), experts)
+        z = flexible(encode(x_TD, d).view(E, C, D), self.grid, self.algo)        # (E_g, W*C, D)
+        z = flexible_back(experts(z), E, self.grid, self.algo)
         return fill_lost(decode(z.flatten(0, 1), d, r.weight), x_TD, d, self.lost), d
-
-    def through(self, z_ECD: Tensor, experts: Experts) -> Tensor:
-        "Padded rows to their experts and back: (E,C,D) -> (E_g, W*C, D) -> (E,C,D)."
-        return flexible_back(experts(flexible(z_ECD, self.grid, self.algo)), len(z_ECD), self.grid, self.algo)
 
     def _dropless(self, x_TD, r, experts):
         d = dispatch(r.expert, r.num_experts)

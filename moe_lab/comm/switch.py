@@ -130,12 +130,11 @@ def _all(experts, E, s, grid):
     return out
 
 # %% ../../nbs/comm/02b_switch.ipynb #3c075ef4
-def _padded(z_ECD, f, ex, q):
+def _padded(z_ECD, through, r, q):
     "r copies of every row, each shared by q ranks; the answers of the copies are summed."
     E, C, D = z_ECD.shape
-    z = z_ECD[:, None].expand(E, ex.r, C, D).reshape(E * ex.r * q, C // q, D)
-    z = flexible_back(f(flexible(z, ex.grid, ex.algo)), len(z), ex.grid, ex.algo)
-    return z.view(E, ex.r, C, D).sum(1)
+    z = through(z_ECD[:, None].expand(E, r, C, D).reshape(E * r * q, C // q, D))
+    return z.view(E, r, C, D).sum(1)
 
 
 def _packed(rows, counts, f, ex, q):
@@ -183,18 +182,35 @@ class Switchable:
         return Slices(d_model, d_hidden, num_experts, activation, bias, ids, me % s, s)
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Slices) -> tuple[Tensor, Dispatch | None]:
+        if self.capacity_factor is not None: return self.at(x_TD, routing, experts, self.capacity(routing))
         E, r, s = routing.num_experts, self.r, self.slices(routing.num_experts)
-        weights = _some(experts, s, r) if r else _all(experts, E, s, self.grid)
+        weights = self.weights(experts, E)
         f = lambda *args: functional_call(experts, weights, args)
-        if self.capacity_factor is None:
-            if r == 0: return f(x_TD, routing), None
-            d = dispatch(routing.expert, E)
-            return decode(_packed(encode(x_TD, d), d.counts, f, self, s // r), d, routing.weight), None
-        C = capacity_for(routing, self.capacity_factor, self.rule, math.lcm(self.multiple, s), self.grid.flat)
+        if r == 0: return f(x_TD, routing), None
+        d = dispatch(routing.expert, E)
+        return decode(_packed(encode(x_TD, d), d.counts, f, self, s // r), d, routing.weight), None
+
+    def weights(self, experts: Slices, num_experts: int) -> dict[str, Tensor]:
+        "What this rank computes with, gathered from those that hold it."
+        s = self.slices(num_experts)
+        return _some(experts, s, self.r) if self.r else _all(experts, num_experts, s, self.grid)
+
+    def capacity(self, routing: Routing) -> int:
+        "C: agreed by all ranks, and the same for every r."
+        return capacity_for(routing, self.capacity_factor, self.rule, math.lcm(self.multiple, self.slices(routing.num_experts)), self.grid.flat)
+
+    def at(self, x_TD: Tensor, routing: Routing, experts: Slices, C: int) -> tuple[Tensor, Dispatch]:
+        "The layer with C rows for each expert; C is the same on all ranks."
+        E, r, s = routing.num_experts, self.r, self.slices(routing.num_experts)
+        weights = self.weights(experts, E)
         d = dispatch(routing.expert, E, C, drop_priority(routing, self.policy))
         z = encode(x_TD, d).view(E, C, x_TD.shape[1])
-        z = _padded(z, f, self, s // r) if r else f(z)
+        z = _padded(z, lambda z: self.through(z, experts, weights), r, s // r) if r else functional_call(experts, weights, (z,))
         return fill_lost(decode(z.flatten(0, 1), d, routing.weight), x_TD, d, self.lost), d
+
+    def through(self, z: Tensor, experts: Slices, weights: dict[str, Tensor]) -> Tensor:
+        "Padded rows to their experts' ranks and back."
+        return flexible_back(functional_call(experts, weights, (flexible(z, self.grid, self.algo),)), len(z), self.grid, self.algo)
 
 # %% ../../nbs/comm/02b_switch.ipynb #26be8c41
 def switch(model: nn.Module, r: int):
