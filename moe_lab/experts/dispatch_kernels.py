@@ -77,10 +77,10 @@ def _packed(t): return None if t is None else t.contiguous()
 
 
 def _shape(D: int, k: int, dot: bool):
-    "Tile columns, column programs and warps for rows of D elements."
-    KP = triton.next_power_of_2(k)
-    BD = min(triton.next_power_of_2(D), max(128, 1024 // KP if dot else 512))
-    return dict(KP=KP, BD=BD, num_warps=1), 1 if dot else triton.cdiv(D, BD)
+    "Tile columns, column programs and warps for rows of D elements: as many elements as a warp holds in registers."
+    KP, budget = triton.next_power_of_2(k), 1024 if dot else 4096
+    BD = min(triton.next_power_of_2(D), max(32, min(budget // KP, 1024 if dot else 512)))
+    return dict(KP=KP, BD=BD, num_warps=min(8, max(1, KP * BD // budget))), 1 if dot else triton.cdiv(D, BD)
 
 # %% ../../nbs/experts/01a_dispatch_kernels.ipynb #761b5656
 def scatter(x_TD: Tensor, weight_Tk: Tensor | None, rows_Tk: Tensor, filled_G: Tensor, num_rows: int, old_RD: Tensor | None = None):
