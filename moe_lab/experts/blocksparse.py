@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.backend import triton_body
 from ..core.types import Dispatch
 from .activation import get_activation
 from .dispatch import _decode, _encode
@@ -37,11 +38,17 @@ def _halves(data, halves, width):
 
 @torch.library.custom_op("moe_lab::block_activation", mutates_args=())
 def _activation(pre: Tensor, name: str, width: int) -> Tensor:
+    if triton_body(pre):
+        from moe_lab.experts.block_kernels import block_activation
+        return block_activation(pre, name, width)
     act, B = get_activation(name), pre.shape[-1]
     return act.forward(_halves(pre, act.halves, width)).reshape(-1, B, B)
 
 @torch.library.custom_op("moe_lab::block_activation_backward", mutates_args=())
 def _activation_backward(pre: Tensor, dh: Tensor, name: str, width: int) -> Tensor:
+    if triton_body(pre, dh):
+        from moe_lab.experts.block_kernels import block_activation
+        return block_activation(pre, name, width, dh)
     act, B = get_activation(name), pre.shape[-1]
     d = act.backward(_halves(pre, act.halves, width), dh.reshape(-1, width, B, B))
     return d.unflatten(-1, (act.halves, B)).permute(0, 3, 1, 2, 4).reshape(pre.shape)

@@ -89,7 +89,7 @@ def max_padded_rows(rows: int, # rows before padding, over all experts
 def _indices_from_counts(counts: Tensor, width: int, block: int, rows: int) -> list[Tensor]:
     "The six index arrays, for `rows` block rows."
     if triton_body(counts):
-        from moe_lab.experts.topology_kernels import indices_from_counts
+        from moe_lab.experts.block_kernels import indices_from_counts
         return indices_from_counts(counts, width, block, rows)
     E, q = counts.shape[0], torch.arange(rows * width, device=counts.device)
     start = padded_offsets(counts, block) // block                             # s_e in block rows, and their total
