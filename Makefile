@@ -13,7 +13,7 @@ tour: $(ready)  ## train and compare MoE language models on real text; leaves to
 	@$(run) moe-lab tour
 
 test: $(ready)  ## all tests: package, notebooks, site (TESTS="..." for some)
-	@$(run) OMP_NUM_THREADS=1 pytest -n $(JOBS) --dist loadgroup $(TESTS)
+	@$(run) OMP_NUM_THREADS=1 pytest -n $(JOBS) $(TESTS)
 
 lab: $(ready)  ## JupyterLab on the notebooks
 	@$(run) jupyter lab nbs $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -129,8 +129,8 @@ def smalldocs(work):
     del config["execute"], config["format"]["html"]["html-math-method"]     # smalldocs runs no code; `mathml` below
     (work / "_quarto.yml").write_text(yaml.safe_dump(renamed(config, names)))
     site = build(work, quiet=True)
-    warnings = [w for w in site.warnings if "output-file" not in w]
-    if warnings: sys.exit("\n".join(["smalldocs:", *warnings]))
+    for w in site.warnings:
+        if "output-file" not in w: print(f"warning: {w}")
     shutil.rmtree(DOCS, ignore_errors=True)
     shutil.move(work / "_docs", DOCS)
 
@@ -169,6 +169,11 @@ def finish():
         html = html.replace(home, up or "./")
         html = re.sub(r'(<h1 class="title">.*?</h1>)', lambda m: f'{m[1]}<p class="reading-time">{reading_time(html)} min</p>', html, count=1, flags=re.S)
         page.write_text(html)
+    # A name in backticks may be a method, which has no heading of its own: then the page is as near as a link gets.
+    ids = {p: set(re.findall(r'\bid="([^"]+)"', p.read_text())) for p in DOCS.rglob("*.html")}
+    for page in ids:
+        def near(m): return m[0] if m[2] in ids.get((page.parent / m[1]).resolve(), {m[2]}) else f'href="{m[1]}"'
+        page.write_text(re.sub(r'href="([^"#:]+\.html)#([^"]+)"', near, page.read_text()))
 
 
 if __name__ == "__main__":

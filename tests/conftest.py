@@ -1,4 +1,7 @@
 """Marks (slow runs only with --slow, gpu and gpu2 only where the devices are), the ranks, and what runs beside what under `-n`."""
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -13,15 +16,25 @@ def pytest_addoption(parser): parser.addoption("--slow", action="store_true", he
 def pytest_collection_modifyitems(config, items):
     import torch
     gpus = torch.cuda.device_count()
-    with_ranks = {item.path for item in items if "ranks" in item.fixturenames}
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and gpus < 1: item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "gpu2" in item.keywords and gpus < 2: item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
-        # The tests of a file share what they prepare and those with ranks share one pool, so one worker runs them.
-        # Notebooks go to whoever is free.
-        group = "ranks" if item.path in with_ranks else item.path.stem
-        if group != "test_notebooks": item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of a file share what they prepare, and the files with ranks share one pool: one worker runs them.
+    Notebooks go one by one to whoever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+    uses_ranks = {p.name for p in Path(__file__).parent.glob("test_*.py") if re.search(r"def \w+\([^)]*\branks\b", p.read_text())}
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = Path(nodeid.partition("::")[0]).name
+            return nodeid if file == "test_notebooks.py" else "ranks" if file in uses_ranks else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +42,3 @@ def ranks():
     "Four gloo ranks, started once a run; `ranks.run(f, n=2)` uses the first two."
     from moe_lab.cluster.launch import Pool
     with Pool(4, timeout=60, backend="gloo") as pool: yield pool
-
-
-@pytest.fixture(scope="session")
-def ranks8():
-    "Eight gloo ranks, for slow tests."
-    from moe_lab.cluster.launch import Pool
-    with Pool(8, timeout=60, backend="gloo") as pool: yield pool

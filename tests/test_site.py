@@ -26,6 +26,7 @@ def docs(tmp_path_factory):
     for f in ("settings.ini", "pyproject.toml", "_quarto.yml"): shutil.copy(ROOT / f, to)
     done = subprocess.run([sys.executable, ".ci/site.py"], cwd=to, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    (to / "said").write_text(done.stdout)
     return to / "_docs"
 
 
@@ -44,6 +45,10 @@ def page(browser):
     context = browser.new_context(viewport=dict(width=1300, height=900))
     yield context.new_page()
     context.close()
+
+
+def test_builds_without_a_warning(docs):
+    assert [line for line in (docs.parent / "said").read_text().splitlines() if line.startswith("warning")] == []
 
 
 def test_every_notebook_is_a_page(docs):
