@@ -256,6 +256,10 @@ def test_random_second_follows_gshard():
     assert used.double().mean().item() == pytest.approx(2 * .2 / .9, abs=.01)
     torch.testing.assert_close(r.weight[:, 0], torch.full((20_000,), 7 / 9))    # g1 keeps its share of the pair
     assert r.weight[~used, 1].eq(0).all()
+    torch.manual_seed(0)
+    scaled = TopKGate(3, 3, 2, router=nn.Identity(), noise=RandomSecond(), scale=3.)(logits)   # the rule is about shares, not about scaled weights
+    assert scaled.expert.equal(r.expert)
+    torch.testing.assert_close(scaled.weight, 3 * r.weight)
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -268,6 +272,12 @@ def test_half_models_route_in_float32():                                        
     r = gate.bfloat16()(x.bfloat16())
     assert r.expert.item() == 1 and r.logits.dtype == r.weight.dtype == torch.float32
     assert gate.double()(x.double()).weight.dtype == torch.float64
+
+
+def test_jitter_is_not_rounded_to_bf16():
+    x = torch.ones(1, 10_000, dtype=torch.bfloat16)
+    y = Jitter(.01).on_input(x)
+    assert y.dtype == torch.float32 and y.unique().numel() > 1000       # bf16 has 4 values there
 
 
 def test_saturated_scores_do_not_hide_the_order():
@@ -337,6 +347,13 @@ def test_recomputation_reuses_the_choice():                                     
     flipped = gate(x.flip(0), expert=first.expert)                  # other numbers, same experts
     assert flipped.expert.equal(first.expert)
     torch.testing.assert_close(flipped.weight, torch.nn.functional.normalize(flipped.probs.gather(1, first.expert), p=1, dim=1))
+    holes = first.expert.clone(); holes[:5, 1] = -1                 # a choice that was none stays none, and weighs nothing
+    for options in ({}, dict(score_first=False)):
+        again = TopKGate(8, 4, 2, router=gate.router, **options)(x, expert=holes)
+        assert again.expert.equal(holes)
+        torch.testing.assert_close(again.weight[:5], torch.tensor([[1., 0.]]).expand(5, 2))
+        torch.testing.assert_close(again.weight[5:], first.weight[5:])
+    with pytest.raises(ValueError, match="top_k=2"): gate(x, expert=first.expert[:, :1])
     with pytest.raises(ValueError, match="RandomSecond"): TopKGate(8, 4, 2, noise=RandomSecond())(x, expert=first.expert)
 
 
