@@ -21,7 +21,7 @@ template = go.layout.Template(layout=dict(
     colorway=["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800", "#808080"],
     colorscale=dict(sequential="Viridis", diverging="RdBu"), xaxis=_axis, yaxis=_axis,
     margin=dict(l=40, r=20, t=60, b=40), height=420, legend=dict(orientation="h", y=1.02, yanchor="bottom", x=0),
-    hoverlabel=dict(font_size=13)))
+    hoverlabel=dict(font_size=13)), data=dict(heatmap=[dict(type="heatmap", colorscale="Viridis")]))
 
 # %% ../../nbs/viz/01_render.ipynb #336e4713
 def bundle(fig: go.Figure,
