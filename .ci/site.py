@@ -23,19 +23,21 @@ NBS, PROC, DOCS = ROOT / "nbs", ROOT / "_proc", ROOT / "_docs"
 ROOMS = dict(core="What flows", cluster="Clusters and ranks", routing="Routing", experts="Experts on one device",
              comm="Between devices", models="Models and training", sim="The simulator", placement="Where experts live",
              hybrid_ep="Across data centres", inference="Serving", bench="Benchmarks", viz="Pictures")
+FIRST = ("tour", "glossary")    # top-level notebooks that are read before the rooms; the others come after
 
 
 def sidebar():
-    "The contents of the sidebar: the front matter of the book, the rooms, then the tools (top-level notebooks from 50 on)."
+    "The contents of the sidebar: home, what is read first, the rooms, then the tools (the other top-level notebooks)."
     books = sorted(p.relative_to(NBS) for p in NBS.rglob("*.ipynb") if not any(x.startswith(("_", ".")) for x in p.relative_to(NBS).parts))
     top = [p.name for p in books if len(p.parts) == 1 and p.name != "index.ipynb"]
-    late = [n for n in top if n[:2].isdigit() and int(n[:2]) >= 50]
+    first = [n for n in top if re.sub(r"^\d+[a-z]?_", "", n).removesuffix(".ipynb") in FIRST]
+    late = [n for n in top if n not in first]
     rooms = {}
     for p in books:
         if len(p.parts) > 1: rooms.setdefault(p.parts[0], []).append(p.as_posix())
     order = [r for r in ROOMS if r in rooms] + [r for r in rooms if r not in ROOMS]
     sections = [dict(section=ROOMS.get(r, r.replace("_", " ").capitalize()), contents=rooms[r]) for r in order]
-    return ["index.ipynb", *(n for n in top if n not in late), *sections, *([dict(section="Tools", contents=late)] if late else [])]
+    return ["index.ipynb", *first, *sections, *([dict(section="Tools", contents=late)] if late else [])]
 
 
 class show_source(Processor):
