@@ -77,7 +77,7 @@ def test_stage_shows_in_the_losses_and_ends(corpus, tmp_path):       # R08
     torch.manual_seed(9)
     teacher = GPT(SMALL)
     before = [p.clone() for p in teacher.parameters()]
-    runs = {stop: fit(SMALL, c, corpus, tmp_path / str(stop), objective=Distill(teacher, alpha=.1, stop=stop))[1] for stop in (0., .5, 1.)}
+    runs = {stop: fit(SMALL, c, corpus, tmp_path / str(stop), objective=Distill(teacher, alpha=10., stop=stop))[1] for stop in (0., .5, 1.)}
     kd = {stop: [o["step"] for o in log if "kd" in o] for stop, log in runs.items()}
     assert kd == {0.: [], .5: [0, 1, 2], 1.: [0, 1, 2, 3, 4, 5]}
     loss = {stop: [o["loss"] for o in log if "loss" in o] for stop, log in runs.items()}
