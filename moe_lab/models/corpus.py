@@ -28,26 +28,33 @@ def stdlib_files() -> list[Path]:
 # %% ../../nbs/models/01_corpus.ipynb #1b1dd868
 def _text(path: Path) -> str | None:
     "The file's text, None when it is not UTF-8."
-    raw = path.read_bytes()
-    if b"\0" in raw: return None
-    try: return raw.decode("utf-8")
+    with open(path, "rb") as f:
+        raw = f.read(8192)
+        if b"\0" in raw: return None              # a large binary is not read to its end
+        raw += f.read()
+    try: return None if b"\0" in raw else raw.decode("utf-8")
     except UnicodeDecodeError: return None
 
+def _named(data) -> list[tuple[str, Path]]:
+    "(name, path) of every file that `data` points at; hidden ones inside a folder are passed over."
+    if data is None: return [(p.relative_to(sysconfig.get_path("stdlib")).as_posix(), p) for p in stdlib_files()]
+    if isinstance(data, (list, tuple)): return [o for d in data for o in _named(d)]
+    root = Path(data)
+    if not root.exists(): raise FileNotFoundError(f"data: there is no file or folder {str(data)!r}")
+    if root.is_file(): return [(root.name, root)]
+    found = [(p.relative_to(root), p) for p in sorted(root.rglob("*")) if p.is_file()]
+    return [(n.as_posix(), p) for n, p in found if not any(o.startswith(".") for o in n.parts)]
+
 # %% ../../nbs/models/01_corpus.ipynb #41ea8dee
-def read_docs(data: str | Path | None = None, # a text file or a folder; None: the standard library
+def read_docs(data: str | Path | list | None = None, # a text file or a folder, or a list of them; None: the standard library
              ) -> list[tuple[str, str]]: # (name, text) of every document that is text and not empty
     "Read documents. FileNotFoundError when `data` is missing, ValueError when there is no text in it."
-    if data is None: root, paths = Path(sysconfig.get_path("stdlib")), stdlib_files()
-    else:
-        root = Path(data)
-        if not root.exists(): raise FileNotFoundError(f"data: there is no file or folder {str(data)!r}")
-        paths = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()
-                                                     and not any(o.startswith(".") for o in p.relative_to(root).parts))
-    texts = [(p.relative_to(root).as_posix() if p != root else p.name, _text(p)) for p in paths]
+    texts = [(name, _text(p)) for name, p in _named(data)]
     docs = [(name, text) for name, text in texts if text and text.strip()]
     if not docs:
         binary = sum(text is None for _, text in texts)
-        raise ValueError(f"data: {str(data or root)!r} holds no text: {len(texts)} files, {binary} of them not UTF-8, the others empty")
+        what = "the standard library of this Python" if data is None else repr(str(data))
+        raise ValueError(f"data: {what} holds no text: {len(texts)} files, {binary} of them not UTF-8, the others empty")
     return docs
 
 # %% ../../nbs/models/01_corpus.ipynb #2f71efb6
@@ -114,7 +121,7 @@ class Corpus:
         return f"Corpus({self.num_chars:,} characters, vocabulary {self.vocab_size:,}: {n})"
 
 # %% ../../nbs/models/01_corpus.ipynb #23ec7691
-def load_corpus(data: str | Path | None = None, # a text file or a folder; None: the standard library
+def load_corpus(data: str | Path | list | None = None, # see `read_docs`
                 vocab_size: int = 1024, # of the tokenizer to train
                 tokenizer: Tokenizer | None = None, # one already trained, instead
                ) -> Corpus:

@@ -155,8 +155,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
 # %% ../../nbs/models/03_train.ipynb #6d67152d
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    "Fused AdamW (Loshchilov and Hutter 2019); weight decay on matrices only."
-    params = list(model.parameters())
+    "Fused AdamW (Loshchilov and Hutter 2019) of what is not frozen; weight decay on matrices only."
+    params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
@@ -186,6 +186,7 @@ def fit(model_config: GPTConfig,
         device: str | torch.device | None = None, # None: cuda when there is one
         objective=lm_loss, # (model, x, y, config, step) -> loss to differentiate, what to log
         probe=None, # model -> dict that JSON can hold; joins the log at each evaluation
+        prepare=None, # called once on the new model: other start weights, frozen parameters
         label: str = "", # of the progress bar
        ) -> tuple[GPT, list[dict]]: # the trained model and its log
     "Train, or go on where the run in `out` stopped. Losses do not depend on where it was interrupted."
@@ -195,6 +196,7 @@ def fit(model_config: GPTConfig,
     if checkpoint.exists(): _same(checkpoint, model_config, config)
     torch.manual_seed(config.seed)
     model = GPT(model_config).to(device)
+    if prepare: prepare(model)
     optimizer = make_optimizer(model, config)
     start = load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
     corpus.tokenizer.save(str(out / "tokenizer.json"))
