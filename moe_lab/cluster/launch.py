@@ -115,7 +115,8 @@ class _Nursery:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         env.setdefault("OMP_NUM_THREADS", "1")                                   # n ranks share this host's cores
         if sys.platform == "linux": env.setdefault("GLOO_SOCKET_IFNAME", "lo")   # and never leave it
-        self.process = subprocess.Popen([sys.executable, "-c", f"from moe_lab.cluster.launch import _nursery; _nursery({fd})"],
+        code = f"import torch._dynamo, torch.distributed.tensor; from moe_lab.cluster.launch import _nursery; _nursery({fd})"   # ranks need the slow imports, too
+        self.process = subprocess.Popen([sys.executable, "-c", code],
                                         pass_fds=[fd], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         atexit.register(self.close)
