@@ -155,15 +155,16 @@ def load(root,
     if not have or (step is not None and step not in have): raise ValueError(f"step must be one of {have} under {root}, got {step}")
     path = Path(root) / f"step-{have[-1] if step is None else step:08d}"
     note_step(f"load {path.name}")
-    reader = dcp.FileSystemReader(path)
+    reader, saved = dcp.FileSystemReader(path), json.loads((path / "extra.json").read_text())
+    if optimizer and len(saved["groups"] or []) != len(optimizer.param_groups):
+        raise ValueError(f"optimizer has {len(optimizer.param_groups)} parameter groups, {path} has {len(saved['groups'] or [])} (0: it was saved without an optimizer)")
     stored = {k: tuple(m.size) for k, m in reader.read_metadata().state_dict_metadata.items()}
     moments = {k: s for k, s in stored.items() if "@" in k}
     wanted = pieces(model) | (_optimizer_pieces(model, optimizer, moments) if optimizer else {})
     _compare(wanted, stored if optimizer else {k: s for k, s in stored.items() if k not in moments}, path)
     _quietly(dcp.load, wanted, storage_reader=reader, no_dist=_alone())
-    saved = json.loads((path / "extra.json").read_text())
     if optimizer:
-        for g, values in zip(optimizer.param_groups, saved["groups"] or []): g.update(values)
+        for g, values in zip(optimizer.param_groups, saved["groups"]): g.update(values)
     return saved["extra"]
 
 # %% ../../nbs/comm/05_checkpoint.ipynb #74a142f6

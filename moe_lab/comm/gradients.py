@@ -70,6 +70,7 @@ def fsdp(model: nn.Module, **kwargs) -> nn.Module: # kwargs: of fully_shard, suc
         if g.size == W: whole |= set(m.experts.parameters()); continue
         fully_shard(m.experts, mesh=mesh(block=W // g.size, rank=g.size)["block"], **kwargs)
         m.experts.set_gradient_divide_factor(W)
+        if rank_device().type == "cpu": m.experts.set_force_sum_reduction_for_comms(True)      # gloo cannot multiply while it sums
     return fully_shard(model, mesh=mesh(rank=W), ignored_params=whole, **kwargs)
 
 # %% ../../nbs/comm/02a_gradients.ipynb #d98991fe
