@@ -41,9 +41,8 @@ def topology_figure(tokens: int = 4096, num_experts: int = 8, d_hidden: int = 25
         grid[t.row_indices.long(), t.column_indices.long()] = (filled_rows(counts, t.shape[0], block) / block)[t.row_indices.long()].float()
         capacity = int(capacity_factor * tokens / E)
         dropped, padded = int((counts - capacity).clamp(min=0).sum()), t.shape[0] - tokens
-        fig = make_subplots(1, 2, column_widths=[.6, .4], horizontal_spacing=.14)
-        fig.add_heatmap(z=[[round(v, 3) for v in line] for line in grid.tolist()], zmin=0, zmax=1, colorscale="Viridis", row=1, col=1, xgap=1, ygap=1, hoverongaps=False,
-                        colorbar=dict(title="rows in use", x=.56, len=.9),
+        fig = make_subplots(1, 2, column_widths=[.6, .4], horizontal_spacing=.1)
+        fig.add_heatmap(z=[[round(v, 3) for v in line] for line in grid.tolist()], zmin=0, zmax=1, colorscale="Blues", row=1, col=1, xgap=1, ygap=1, hoverongaps=False, showscale=False,
                         hovertemplate="block row %{y}, column %{x}<br>%{z:.0%} of its rows in use<extra></extra>")
         x = [f"{e}" for e in range(E)]
         for name, y in (("kept at capacity", counts.clamp(max=capacity)), ("dropped at capacity, kept here", (counts - capacity).clamp(min=0)),
@@ -54,7 +53,9 @@ def topology_figure(tokens: int = 4096, num_experts: int = 8, d_hidden: int = 25
         return fig.update_layout(barmode="stack", title=f"{t.num_blocks} blocks stored; padding {padded / tokens:.1%} of {tokens} rows; "
                                  f"capacity {capacity_factor:g} would drop {dropped / tokens:.1%}")
 
-    return sweep(make, "popularity exponent", {f"{s:g}": s for s in exponents})
+    fig = sweep(make, "popularity exponent", {f"{s:g}": s for s in exponents})
+    fig.layout.sliders[0].pad.t = 70                             # below the axis titles
+    return fig
 
 # %% ../../nbs/viz/04_topology.ipynb #684ad598
 def block_size_figure(rows: list[dict]) -> go.Figure: # rows of bench.blocksparse
