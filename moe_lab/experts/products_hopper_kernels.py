@@ -184,8 +184,12 @@ def _run(programs, tiles, left, left_t, right, right_t, out, offsets, index, pos
         tiles, offsets, index, position, lines, width, across, K, member, span, out_member, out_span,
         LEFT_T=left_t, RIGHT_T=right_t, HM=HM, BN=BN, BK=BK, PART=PART, YBUFS=min(YBUFS, BN // PART), PAIR=PAIR, **constants, num_warps=4)
 
-#: Tile of each consumer, step, stored part, its buffers, stages, lines that share columns: the best over MegaBlocks' shapes on an H200.
-TILES = dict(sdd=dict(HM=64, BN=256, BK=64, PART=128, YBUFS=1, STAGES=4, GROUP=8), dsd=dict(HM=64, BN=256, BK=64, PART=64, YBUFS=2, STAGES=4, GROUP=8))
+_tile_sizes = dict(HM=64, BN=256, BK=64)
+#: What a product uses unless told otherwise, the best over MegaBlocks' shapes on an H200: rows of a consumer, columns, step;
+#: columns of a stored part and buffers for it; stages of loads; lines that share columns.
+TILES = dict(sdd=dict(_tile_sizes, PART=128, YBUFS=1, STAGES=4, GROUP=8), # also DSD with an operand stored (N,K)
+             dsd=dict(_tile_sizes, PART=128, YBUFS=2, STAGES=3, GROUP=4),
+             down=dict(_tile_sizes, PART=64, YBUFS=2, STAGES=4, GROUP=8)) # walks down columns: weight gradients, short sums
 
 def sdd(a: Tensor, b: Tensor, index: list[Tensor], block: int, width: int, programs: int, # multiprocessors
         **tiles) -> Tensor | None: # other TILES
@@ -206,13 +210,14 @@ def dsd(data: Tensor, b: Tensor, index: list[Tensor], width: int, transposed: bo
     "Body of `products.dsd`; None if TMA cannot read an operand, or write the result, as it is."
     row_offsets, _, column, column_offsets, row_t, position = index
     offsets, other = (column_offsets, row_t) if transposed else (row_offsets, column)
-    t, (G, member, N), block, lines = TILES["dsd"] | tiles, b.shape, data.shape[-1], offsets.shape[0] - 1
-    M, dense, HM = lines * block, _flat(b), t["HM"]
+    (G, member, N), block, lines, dense = b.shape, data.shape[-1], offsets.shape[0] - 1, _flat(b)
+    t = TILES["down" if transposed or stack else "sdd" if dense and dense[1] else "dsd"] | tiles
+    M, HM = lines * block, t["HM"]
     if not dense or N % 8 or stack and G > 1 or stack > 1 and N % (2 * HM): return None            # a tail of N would run into the next member
     blocks, pair = data.contiguous().view(-1, block), 1
     out = data.new_empty((stack, N, M // stack) if stack else (M, N))
     if stack:                                                # the transposed product: the dense operand is the left one
-        pair = 2 if transposed and width % 2 == 0 and 2 * block <= t["BN"] else 1
+        pair = 2 if transposed and width and width % 2 == 0 and 2 * block <= t["BN"] else 1
         BN = min(t["BN"], pair * block)
         left, right, down, across = (dense[0], not dense[1]), (blocks, not transposed), pair * block // BN, triton.cdiv(N, 2 * HM)
     else:

@@ -159,9 +159,9 @@ def default_tiles(
     BM, BK = min(block, BM), min(block, BK)
     if kind == "sdd": BN = min(BN, columns & -columns)      # the largest power of two that divides
     else: BN = min(max(triton.next_power_of_2(columns), 16), BN)
-    warps = 8 if BM * BN > 128 * 64 else 4
-    return dict(BM=BM, BN=BN, BK=BK, PART=min(BN, 128, block if kind == "sdd" else BN), GROUP=8, FLAT=True, PER_SM=1 if warps == 8 else 2,
-                num_warps=warps, num_stages=3 if half else 2)
+    warps = 8 if BM == 128 else 4
+    return dict(BM=BM, BN=BN, BK=BK, PART=min(BN, BM, block if kind == "sdd" else BN), GROUP=8, FLAT=True, PER_SM=1 if half else 2,
+                num_warps=warps, num_stages=2 if not half else 3 if BM == 128 else 4)
 
 # %% ../../nbs/experts/02b_products_kernels.ipynb #c50166f1
 def _launch(kernel, tiles, num_tiles, device, *args, **constants):
