@@ -18,6 +18,7 @@ commands = {   # verb: (module, function, one line for the overview)
     "train": ("moe_lab.models.train", "train", "train a GPT with experts on any text"),
     "tour": ("moe_lab.tour", "tour", "train and compare five models, leave a page of pictures"),
     "zoo": ("moe_lab.models.zoo", "show_model", "parameters, bytes, FLOPs and recipe of the papers' models"),
+    "generate": ("moe_lab.inference.generate", "main", "write text with a trained model"),
 }
 
 # %% ../nbs/91_cli.ipynb #75a8c1e1

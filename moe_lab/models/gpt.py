@@ -62,14 +62,14 @@ def every(n: int, num_layers: int, num_experts: int) -> tuple[int, ...]:
     return tuple(num_experts if l % n == 0 else 0 for l in range(1, num_layers + 1))
 
 # %% ../../nbs/models/02_gpt.ipynb #5f335848
-def rope(positions_S: Tensor, # int positions
+def rope(positions: Tensor, # int positions, any shape (...)
          head_dim: int,
          base: float = 10_000.,
          dtype: torch.dtype = torch.float32,
-        ) -> tuple[Tensor, Tensor]: # cos and sin, (S, head_dim/2)
+        ) -> tuple[Tensor, Tensor]: # cos and sin, (..., head_dim/2)
     "Angles of rotary position embedding. Made anew in each forward: they cost nothing, and no buffer can be left uninitialised."
-    freq = base ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype) / head_dim)
-    angle = positions_S.to(dtype)[:, None] * freq
+    freq = base ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim)
+    angle = positions.to(dtype)[..., None] * freq
     return angle.cos(), angle.sin()
 
 def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,18 +79,31 @@ def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # %% ../../nbs/models/02_gpt.ipynb #c6a49bca
 class KVCache:
-    "Keys and values of every layer for up to `size` tokens of `batch` sequences; `length` of them are filled."
+    """Keys and values of every layer for up to `size` tokens of `batch` sequences, which may differ in length.
+
+    `lengths` (B,) int64 tells how many are filled; it lives on the device, so that a step can be captured in a CUDA graph."""
     def __init__(self, config: GPTConfig, batch: int, size: int, device=None, dtype=torch.float32):
         shape = (config.num_layers, batch, config.kv_heads, size, config.head_dim)
         self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.length, self.size = 0, size
+        self.lengths, self.size = torch.zeros(batch, dtype=torch.int64, device=device), size
+        self.longest = 0                                      # no sequence is longer; known without asking the device
 
-    def update(self, layer: int, k_BHSd: Tensor, v_BHSd: Tensor) -> tuple[Tensor, Tensor]:
-        "Store new keys and values behind the old ones, give back all. `length` moves when the whole model has read them."
-        end = self.length + k_BHSd.shape[2]
-        if end > self.size: raise ValueError(f"cache has room for {self.size} tokens, {end} are needed")
-        for store, new in ((self.k, k_BHSd), (self.v, v_BHSd)): store[layer, :, :, self.length:end] = new
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+    def positions(self, S: int) -> Tensor: # (B,S)
+        "Where the next S tokens of each sequence stand."
+        if self.longest + S > self.size: raise ValueError(f"cache has room for {self.size} tokens, {self.longest + S} are needed")
+        return self.lengths[:, None] + torch.arange(S, device=self.lengths.device)
+
+    def update(self, layer: int, k_BHSd: Tensor, v_BHSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        "Store new keys and values behind the old ones; give back all, and (B,1,S,size) what each new token may see."
+        at = self.positions(k_BHSd.shape[2])
+        for store, new in ((self.k, k_BHSd), (self.v, v_BHSd)): store[layer].scatter_(2, at[:, None, :, None].expand_as(new), new.to(store.dtype))
+        seen = torch.arange(self.size, device=at.device) <= at[:, None, :, None]
+        return self.k[layer], self.v[layer], seen
+
+    def advance(self, S: int, mask: Tensor | None = None):
+        "The whole model has read S more tokens; of padded sequences those that `mask` (B,S) calls real."
+        self.lengths += S if mask is None else mask.sum(1)
+        self.longest += S
 
 # %% ../../nbs/models/02_gpt.ipynb #4bb40295
 class Attention(nn.Module):
@@ -108,8 +121,8 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         seen = None
         if cache is not None:
-            k, v = cache.update(self.layer, k, v)
-            seen = torch.ones(S, k.shape[2], dtype=torch.bool, device=x_BSD.device).tril(k.shape[2] - S)
+            k, v, seen = cache.update(self.layer, k, v)
+            k, v = k.to(q.dtype), v.to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=self.heads != self.kv_heads)
         return self.out(y.transpose(1, 2).reshape(B, S, D))
 
@@ -176,14 +189,15 @@ class GPT(nn.Module):
 
     def features(self, ids_BS: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> tuple[Tensor, tuple]:
         "What the output layer reads, (B,S,D), and the aux of each layer: for losses that never hold all logits."
-        start, S = cache.length if cache else 0, ids_BS.shape[1]
+        S = ids_BS.shape[1]
+        at = torch.arange(S, device=ids_BS.device) if cache is None else cache.positions(S)[:, None]       # (S,) or (B,1,S)
         x, auxes = self.embed(ids_BS), []
         wide = torch.promote_types(x.dtype, torch.float32)
-        angles = rope(torch.arange(start, start + S, device=ids_BS.device), self.config.head_dim, self.config.rope_base, wide)
+        angles = rope(at, self.config.head_dim, self.config.rope_base, wide)
         for block in self.blocks:
             x, aux = block(x, *angles, mask, cache)
             auxes.append(aux)
-        if cache is not None: cache.length += S
+        if cache is not None: cache.advance(S, mask)
         return self.norm(x), tuple(auxes)
 
     def forward(self, ids_BS: Tensor, # int64
