@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['EFFICIENCY', 'K_HALF', 'MEMORY', 'KERNEL', 'TILE', 'SEND_TAX', 'BYTES', 'RESERVED', 'COMMUNICATION', 'stream_seconds',
-           'gemm_seconds', 'gemm_back_seconds', 'Strategy', 'layer_time', 'memory', 'StepTime', 'exposed', 'step']
+           'gemm_seconds', 'gemm_back_seconds', 'Strategy', 'layer_time', 'memory', 'StepTime', 'exposed', 'step',
+           'simulated']
 
 # %% ../../nbs/sim/04_step.ipynb #8dee2980
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -33,17 +34,18 @@ def stream_seconds(device: Device, bytes: float) -> float:
     return KERNEL + bytes / (device.bandwidth * MEMORY)
 
 # %% ../../nbs/sim/04_step.ipynb #aacc6e23
-def gemm_seconds(device: Device, rows: float, K: float, N: float, groups: int = 1) -> float:
-    "`rows` rows, spread evenly over `groups` experts, times (K, N) each."
+def gemm_seconds(device: Device, rows: float, K: float, N: float, groups: int = 1, blocks: int = 1) -> float:
+    "`rows` rows, spread evenly over `groups` experts, times (K, N) each; an expert's rows lie in `blocks` pieces."
     if not rows: return KERNEL
-    padded = ceil(rows / groups / TILE) * TILE * groups
+    pieces = groups * blocks
+    padded = ceil(rows / pieces / TILE) * TILE * pieces
     rate = device.flops * EFFICIENCY * K / (K + K_HALF)
     return stream_seconds(device, BYTES * (rows * (K + N) + groups * K * N)) + 2 * padded * K * N / rate
 
 # %% ../../nbs/sim/04_step.ipynb #468188c4
-def gemm_back_seconds(device: Device, rows: float, K: float, N: float, groups: int = 1) -> float:
+def gemm_back_seconds(device: Device, rows: float, K: float, N: float, groups: int = 1, blocks: int = 1) -> float:
     "Gradients of rows and weights of `gemm_seconds`."
-    return gemm_seconds(device, rows, N, K, groups) + gemm_seconds(device, K * groups, max(rows / groups, 1), N, groups)
+    return gemm_seconds(device, rows, N, K, groups, blocks) + gemm_seconds(device, K * groups, max(rows / groups, 1), N, groups)
 
 # %% ../../nbs/sim/04_step.ipynb #bdf95ba7
 @dataclass(frozen=True)
@@ -160,12 +162,12 @@ class _Layer:
         s, copies, W = self.s, self.s.copies(self.E), self.s.expert
         width = self.l.d_expert / max(copies, 1)
         local = max(1, self.E // W) if copies else self.E
-        groups = local if s.flexible or not copies else local * W
+        blocks = 1 if s.flexible or not copies else W
         ready = self.weights(back) if not back else ()
         rows = self.rows * max(copies, 1) / s.degree
         to = _exchange(self.c, rows * self.D * BYTES, s.algo, W) if copies else []
         arrived = [self.move("a2a", to, after) for _ in range(s.degree)]
-        done = [self.run("experts", _mlp(self.dev, rows, self.D, width, self.l.glu, groups, back), (*a, *ready)) for a in arrived]
+        done = [self.run("experts", _mlp(self.dev, rows, self.D, width, self.l.glu, local, back, blocks), (*a, *ready)) for a in arrived]
         if back: self.weights(back, done[-1])
         return tuple(n for d in done for n in self.move("a2a", to, d))
 
@@ -203,11 +205,11 @@ def _dense(layer: Layer) -> float:
     if layer.attention is None: return layer.experts * layer.d_model
     return layer.params()[0] - layer.experts * layer.expert()
 
-def _mlp(device, rows, D, F, gated, groups, back):
+def _mlp(device, rows, D, F, gated, groups, back, blocks=1):
     "Up, activation, down."
     f, wide = (gemm_back_seconds if back else gemm_seconds), F * (2 if gated else 1)
     act = stream_seconds(device, (wide + F) * rows * BYTES * (1.5 if back else 1))
-    return f(device, rows, D, wide, groups) + act + f(device, rows, F, D, groups)
+    return f(device, rows, D, wide, groups, blocks) + act + f(device, rows, F, D, groups, blocks)
 
 # %% ../../nbs/sim/04_step.ipynb #1cbbaf3c
 @lru_cache(4096)
@@ -342,3 +344,9 @@ def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096,
     mem = memory(model, cluster, s, T)
     more("optimizer", stream_seconds(dev, (2 * mem["optimizer"] + 2 * mem["gradients"])))
     return StepTime(sum(parts.values()), tokens * G, dict(parts), dict(busy), dict(port), dict(sent), mem, dev.memory * (1 - RESERVED))
+
+# %% ../../nbs/sim/04_step.ipynb #82278240
+def simulated(layer: Layer, cluster: Cluster, strategy: Strategy, tokens: int, capacity: int):
+    "What `comm.pipeline.Dictionary` wants as `seconds`: a choice -> forward and backward of `layer` with `capacity` rows an expert from each device."
+    s = replace(strategy, capacity_factor=capacity * layer.experts / (layer.top_k * tokens))
+    return lambda choice: sum(layer_time(layer, cluster, replace(s, **asdict(choice)), tokens, back=b).seconds for b in (False, True))
