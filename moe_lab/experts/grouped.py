@@ -94,7 +94,7 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
     if order is not None:
         token = order.long() // row.shape[1]
         rows, g, scale = x[token], dy[token], weight.reshape(-1)[order.long(), None]
-    else: rows, g, scale = x, dy, torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0], 1)
+    else: rows, g, scale = x, dy, torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device).expand(x.shape[0], 1)
     d_up, d_down = (torch.zeros_like(t, memory_format=torch.contiguous_format) if n else None for t, n in zip((up, down), needs[1:]))
     d_up_bias, d_down_bias = (None if b is None else torch.zeros_like(b) for b in (up_bias, down_bias))
     d_rows, d_scale = torch.zeros_like(rows), scale.new_zeros(rows.shape[0])

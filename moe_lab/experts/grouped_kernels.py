@@ -32,24 +32,45 @@ def rows_config(kind: str, # "up", "down", "dh" (times W_down) or "dx" (times W_
     return c if tma else c | dict(STORE="ptr", FLAT=False)
 
 def weights_config(kind: str, # "up" or "down"
-                   M: int, N: int, dtype, tma: bool) -> dict:
-    "Constants of `weights_kernel` for a gradient of shape (M, N)."
-    if dtype == torch.float32: return dict(BM=64, BN=64, BK=32, LOAD="ptr", STORE="ptr", PARTS=1, GROUP=8, SWAP=False, num_warps=4, num_stages=2)
-    SWAP = kind == "down"
-    if SWAP: M, N = N, M
-    BM, BN = min(256, triton.next_power_of_2(M)), min(128, triton.next_power_of_2(N))
-    c = dict(BM=max(BM, 64), BN=max(BN, 32), BK=64, LOAD="ragged", STORE="tma", PARTS=2 if BN >= 128 else 1, GROUP=8, SWAP=SWAP,
+                   D: int, F: int, # widths of the gathered side and of the side in row order
+                   dtype, tma: bool) -> dict:
+    "Constants of `weights_product`: the gathered side gives the rows of a tile, so dW_up is stored transposed."
+    SWAP = kind == "up"
+    if dtype == torch.float32: return dict(BM=64, BN=64, BK=32, LOAD="ptr", STORE="ptr", PARTS=1, GROUP=8, SWAP=SWAP, num_warps=4, num_stages=2)
+    BM, BN = max(64, min(128, triton.next_power_of_2(D))), max(32, min(256, triton.next_power_of_2(F)))
+    c = dict(BM=BM, BN=BN, BK=64, LOAD="ragged", STORE="tma", PARTS=2 if BN >= 128 else 1, GROUP=8, SWAP=SWAP,
              num_warps=8 if BM * BN >= 128 * 128 else 4, num_stages=4)
     return c if tma else c | dict(LOAD="ptr", STORE="ptr")
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #2085248e
-HOPPER = {"up", "dh"}
+HOPPER = {"up", "dh", "down", "dx", "dw"}
 
-def _hopper(kind, a, columns, tile, bias, halves):
-    "The Hopper launcher if it serves this product, else None."
-    if kind not in HOPPER or interpreting() or bias is not None or halves != 2: return None
-    from moe_lab.experts.hopper_kernels import hopper_fits, rows_hopper
-    return rows_hopper if hopper_fits(a, columns, tile) else None
+def _on_hopper(kind, a, tile, halves=2, bias=None):
+    if kind not in HOPPER or interpreting() or bias is not None or halves != 2: return False
+    from moe_lab.experts.hopper_kernels import hopper_fits
+    return hopper_fits(a, tile)
+
+# %% ../../nbs/experts/03e_grouped_kernels.ipynb #69c6efd8
+def _rows(kind, a, w, out, tiles, tile, halves, *, order=None, choices=0, act=None, pre=None, bias=None, scale=None):
+    "One of the four row products by the kernel that is fastest for it; halves as of the layer's activation."
+    sms, _, tma = device_limits(out.device.index)
+    gather = dict(order=order, choices=choices)
+    if kind != "dh" and _on_hopper(kind, a, tile, halves, bias):
+        from moe_lab.experts.hopper_kernels import rows_hopper
+        return rows_hopper(kind, a, w, out, tiles, sms, act=act, pre=pre, scale=scale, **gather)
+    halves = halves if kind == "up" else 1
+    config = rows_config(kind, tile, out.shape[1], halves, a.dtype, tma)
+    rows_product(a, w, out, tiles, config, w_nk=kind in ("up", "down"), act=act, halves=halves, pre=pre, bias=bias, scale=scale, **gather)
+
+def _weights(kind, gathered, rows, out, offsets, tile, order, choices):
+    "dW_up or dW_down: gathered^T rows over each expert's rows, transposed for `up`."
+    sms, _, tma = device_limits(out.device.index)
+    if choices and _on_hopper("dw", rows, tile):
+        from moe_lab.experts.hopper_weights_kernels import weights_hopper
+        return weights_hopper(gathered, rows, out, order, offsets, choices, sms, swap=kind == "up")
+    left, right, side = (rows, gathered, "right") if kind == "up" else (gathered, rows, "left")
+    weights_product(left, right, out, offsets, weights_config(kind, gathered.shape[1], rows.shape[1], rows.dtype, tma),
+                    gather=side if choices else "", order=order, choices=choices)
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #a23b1530
 def _pad(t, dim, width):
@@ -87,13 +108,8 @@ def forward_triton(x, weight, up, down, up_bias, down_bias, offsets, order, row,
     h, pre, y = new(p.FP), new(halves * p.FP) if save else None, new(p.DP)
     k = 0 if row is None else row.shape[1]
     if R:
-        sms, _, tma = device_limits(x.device.index)
-        if fast := _hopper("up", p.x, p.FP, tile, up_bias, halves):
-            fast("up", p.x, p.up, h, tiles, sms, order=order, choices=k, act=activation, pre=pre)
-        else: rows_product(p.x, p.up, h, tiles, rows_config("up", tile, p.FP, halves, x.dtype, tma), w_nk=True, order=order, choices=k,
-                           act=activation, halves=halves, pre=pre, bias=p.up_bias)
-        rows_product(h, p.down, y, tiles, rows_config("down", tile, p.DP, 1, x.dtype, tma), w_nk=True, order=order,
-                     bias=p.down_bias, scale=weight)
+        _rows("up", p.x, p.up, h, tiles, tile, halves, order=order, choices=k, act=activation, pre=pre, bias=p.up_bias)
+        _rows("down", h, p.down, y, tiles, tile, halves, order=order, bias=p.down_bias, scale=weight)
     if row is not None: y = sum_rows(y, row)
     else: zero_tail(y, offsets)
     pre = p.by_half(pre, p.F, 1) if save else y.new_empty(0, up.shape[1])
@@ -104,25 +120,25 @@ def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
     "The Triton body of the backward pass; arguments as `_backward_torch`."
     halves, R, E = get_activation(activation).halves, pre.shape[0], up.shape[0]
     p, k = Padded(x, up, down, up_bias, down_bias, halves), 0 if row is None else row.shape[1]
-    sms, _, tma = device_limits(x.device.index)
     new = lambda *shape: torch.empty(shape, dtype=x.dtype, device=x.device)
     dy, pre = _pad(dy, 1, p.DP), p.by_half(pre, p.FP, 1)
     dh, d_pre, d_rows = new(R, p.FP), new(R, halves * p.FP), new(R, p.DP)
     d_weight = None if weight is None else torch.zeros_like(weight)
     d_up, d_down = torch.empty_like(p.up) if needs[1] else None, torch.empty_like(p.down) if needs[2] else None
     d_up_bias, d_down_bias = (None if b is None else torch.empty_like(b) for b in (p.up_bias, p.down_bias))
-    args = dict(order=order, choices=k)
     if R:
-        if k and (fast := _hopper("dh", dy, p.FP, tile, down_bias, halves)):
-            fast("dh", dy, p.down, dh, tiles, sms, scale=weight, act=activation, pre=pre, dpre=d_pre, d_scale=d_weight, offsets=offsets, **args)
+        if k and _on_hopper("dh", dy, tile, halves, down_bias):
+            from moe_lab.experts.hopper_kernels import rows_hopper
+            rows_hopper("dh", dy, p.down, dh, tiles, device_limits(x.device.index)[0], scale=weight, act=activation, pre=pre, dpre=d_pre,
+                        d_scale=d_weight, offsets=offsets, order=order, choices=k)
         else:
-            rows_product(dy, p.down, dh, tiles, rows_config("dh", tile, p.FP, 1, x.dtype, tma), w_nk=False, **args)
+            _rows("dh", dy, p.down, dh, tiles, tile, halves, order=order, choices=k)
             act_backward_rows(dh, pre, d_pre, d_weight, weight, order, k, dy, p.down_bias, tiles, tile, activation, halves)
-        if needs[0]: rows_product(d_pre, p.up, d_rows, tiles, rows_config("dx", tile, p.DP, 1, x.dtype, tma), w_nk=False)
-        if needs[1]: weights_product(d_pre, p.x, d_up, offsets, weights_config("up", *p.up.shape[1:], x.dtype, tma), gather="right" if k else "", **args)
-        if needs[2]: weights_product(dy, dh, d_down, offsets, weights_config("down", *p.down.shape[1:], x.dtype, tma), gather="left" if k else "", **args)
+        if needs[0]: _rows("dx", d_pre, p.up, d_rows, tiles, tile, halves)
+        if needs[1]: _weights("up", p.x, d_pre, d_up, offsets, tile, order, k)
+        if needs[2]: _weights("down", dy, dh, d_down, offsets, tile, order, k)
         if up_bias is not None: bias_sum(d_pre, d_up_bias, offsets)
-        if down_bias is not None: bias_sum(dy, d_down_bias, offsets, scale=weight, **args)
+        if down_bias is not None: bias_sum(dy, d_down_bias, offsets, order, k, weight)
     else:
         for g in (d_up, d_down, d_up_bias, d_down_bias):
             if g is not None: g.zero_()

@@ -52,26 +52,18 @@ def _producer(a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full,
                 mbarrier.expect(full.index(s), BN * BK * 2)
                 _weights(w_desc, w_smem.index(s), full.index(s), e, n, k, K, N, W_NK, HALVES, BN)
                 async_copy.async_copy_global_to_shared(a_smem.index(s), ap + k)
-                async_copy.commit_group()
-                if it > 0:
-                    async_copy.wait_group(1)
-                    fence_async_shared()
-                    mbarrier.arrive(full.index((it - 1) % STAGES))
+                async_copy.mbarrier_arrive(full.index(s), increment_count=False)      # every thread, once its copies have landed
             else:
                 mbarrier.expect(full.index(s), (BM + BN) * BK * 2)
                 _weights(w_desc, w_smem.index(s), full.index(s), e, n, k, K, N, W_NK, HALVES, BN)
                 tma.async_copy_global_to_shared(a_desc, [r0, k], full.index(s), a_smem.index(s))
             it += 1
-    if CHOICES:
-        if it > 0:
-            async_copy.wait_group(0)
-            fence_async_shared()
-            mbarrier.arrive(full.index((it - 1) % STAGES))
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #cdfb3510
 @gluon.jit
 def _consumer(tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K: gl.constexpr, N: gl.constexpr,
-              W_NK: gl.constexpr, HALVES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
+              CHOICES: gl.constexpr, W_NK: gl.constexpr, HALVES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+              STAGES: gl.constexpr, FENCE: gl.constexpr):
     TILES_N: gl.constexpr = (N * HALVES + BN - 1) // BN
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BN, 16])
     whole = c_smem._reinterpret(c_smem.dtype, [BM, BN], gl.NVMMASharedLayout.get_default_for([BM, BN], c_smem.dtype))
@@ -83,6 +75,7 @@ def _consumer(tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K
         for k in range(0, K, BK):
             s = it % STAGES
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            if CHOICES and FENCE: fence_async_shared()    # cp.async writes, tensor cores read through another proxy
             if W_NK: w = w_smem.index(s).permute([1, 0])
             else: w = w_smem.index(s)
             acc = warpgroup_mma(a_smem.index(s), w, acc, is_async=True)
@@ -115,7 +108,7 @@ def _scales(scale_ptr, order_ptr, r0, r1, RB: gl.constexpr, L: gl.constexpr):
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #aaed7f25
 @gluon.jit
 def _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr,
-               BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr):
+               BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr, CACHE: gl.constexpr):
     HN: gl.constexpr = BN // 2
     TILES_N: gl.constexpr = (N + HN - 1) // HN
     RT: gl.constexpr = BM // RB
@@ -135,11 +128,11 @@ def _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N: gl.const
             u = c_smem.index(HALF + j).load(L)
             if SAVE:
                 at, off, ok = _block(row, r1, col, N, 2 * N, RB, L)
-                gl.store(pre_ptr + at + off, g, mask=ok)
-                gl.store(pre_ptr + at + N + off, u, mask=ok)
+                gl.store(pre_ptr + at + off, g, mask=ok, cache_modifier=CACHE)
+                gl.store(pre_ptr + at + N + off, u, mask=ok, cache_modifier=CACHE)
             h = _forward(g.to(gl.float32), u.to(gl.float32), ACT)
             at, off, ok = _block(row, r1, col, N, N, RB, L)
-            gl.store(out_ptr + at + off, h.to(out_ptr.dtype.element_ty), mask=ok)
+            gl.store(out_ptr + at + off, h.to(out_ptr.dtype.element_ty), mask=ok, cache_modifier=CACHE)
         mbarrier.arrive(c_empty)
         i += 1
 
@@ -151,48 +144,64 @@ def _load_pre(pre_ptr, r0, r1, col, N: gl.constexpr, RB: gl.constexpr, L: gl.con
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #3d417f7e
 @gluon.jit
+def _where(tiles_ptr, t, total, count, TILES_N: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr):
+    "First row, end and first column of tile t; no rows past the last tile."
+    m, n = _tile_mn(gl.minimum(t, total - 1), count, TILES_N, GROUP)
+    r0 = gl.load(tiles_ptr + m * 4 + 1)
+    r1 = gl.load(tiles_ptr + m * 4 + 2)
+    return r0, gl.where(t < total, r1, r0), n * BN
+
+# %% ../../nbs/experts/03d_hopper_kernels.ipynb #0fcf194f
+@gluon.jit
 def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N: gl.constexpr,
-               ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr):
+               ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr, CACHE: gl.constexpr):
     TILES_N: gl.constexpr = (N + BN - 1) // BN
     RT: gl.constexpr = BM // RB
     CT: gl.constexpr = BN // 64
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     count = gl.load(tiles_ptr + 3)
+    total = count * TILES_N
     i = 0
-    for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
-        m, n = _tile_mn(t, count, TILES_N, GROUP)
-        r0 = gl.load(tiles_ptr + m * 4 + 1)
-        r1 = gl.load(tiles_ptr + m * 4 + 2)
-        g, u = _load_pre(pre_ptr, r0, r1, n * BN, N, RB, L)
-        s = _scales(scale_ptr, order_ptr, r0, r1, RB, L)
-        ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
+    r0, r1, col0 = _where(tiles_ptr, gl.program_id(0), total, count, TILES_N, GROUP, BN)
+    g, u = _load_pre(pre_ptr, r0, r1, col0, N, RB, L)
+    s = _scales(scale_ptr, order_ptr, r0, r1, RB, L)
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        next0, next1, next_col = _where(tiles_ptr, t + gl.num_programs(0), total, count, TILES_N, GROUP, BN)
         mbarrier.wait(c_full, i & 1)
-        for j in range(RT * CT):                          # all column blocks of a row block, then the next row block
-            row = r0 + j // CT * RB
-            col = n * BN + j % CT * 64
-            d = c_smem.index(j % CT * RT + j // CT).load(L).to(gl.float32)
-            gf = g.to(gl.float32)
-            uf = u.to(gl.float32)
-            g, u = _load_pre(pre_ptr, r0 + (j + 1) // CT * RB, r1, n * BN + (j + 1) % CT * 64, N, RB, L)
-            h, dg, du = _backward(gf, uf, d * s[:, None], ACT)
-            ds += gl.sum(d * h, 1)
-            at, off, ok = _block(row, r1, col, N, 2 * N, RB, L)
-            gl.store(dpre_ptr + at + off, dg.to(dpre_ptr.dtype.element_ty), mask=ok)
-            gl.store(dpre_ptr + at + N + off, du.to(dpre_ptr.dtype.element_ty), mask=ok)
-            at, off, ok = _block(row, r1, col, N, N, RB, L)
-            gl.store(out_ptr + at + off, (h * s[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
-            if j % CT == CT - 1:
-                rows = row + gl.arange(0, RB, gl.SliceLayout(1, L))
-                gl.store(part_ptr + n * R.to(gl.int64) + rows, ds, mask=rows < r1)
-                ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
-                s = _scales(scale_ptr, order_ptr, row + RB, r1, RB, L)
+        for b in range(RT):
+            row = r0 + b * RB
+            over = b == RT - 1
+            row_b = gl.where(over, next0, row + RB)       # the row block after this one
+            end_b = gl.where(over, next1, r1)
+            s_b = _scales(scale_ptr, order_ptr, row_b, end_b, RB, L)
+            ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
+            for c in range(CT):
+                over = c == CT - 1
+                d = c_smem.index(c * RT + b).load(L).to(gl.float32)
+                gf = g.to(gl.float32)
+                uf = u.to(gl.float32)
+                after = gl.where(b == RT - 1, next_col, col0)
+                g, u = _load_pre(pre_ptr, gl.where(over, row_b, row), gl.where(over, end_b, r1), gl.where(over, after, col0 + (c + 1) * 64), N, RB, L)
+                h, dg, du = _backward(gf, uf, d * s[:, None], ACT)
+                ds += gl.sum(d * h, 1)
+                at, off, ok = _block(row, r1, col0 + c * 64, N, 2 * N, RB, L)
+                gl.store(dpre_ptr + at + off, dg.to(dpre_ptr.dtype.element_ty), mask=ok, cache_modifier=CACHE)
+                gl.store(dpre_ptr + at + N + off, du.to(dpre_ptr.dtype.element_ty), mask=ok, cache_modifier=CACHE)
+                at, off, ok = _block(row, r1, col0 + c * 64, N, N, RB, L)
+                gl.store(out_ptr + at + off, (h * s[:, None]).to(out_ptr.dtype.element_ty), mask=ok, cache_modifier=CACHE)
+            rows = row + gl.arange(0, RB, gl.SliceLayout(1, L))
+            gl.store(part_ptr + col0 // BN * R.to(gl.int64) + rows, ds, mask=rows < r1)
+            s = s_b
         mbarrier.arrive(c_empty)
+        r0 = next0
+        r1 = next1
+        col0 = next_col
         i += 1
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #44e8e3ee
 @gluon.jit
 def _finish_plain(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, N: gl.constexpr, BM: gl.constexpr,
-                  BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr):
+                  BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr, CACHE: gl.constexpr):
     TILES_N: gl.constexpr = (N + BN - 1) // BN
     RT: gl.constexpr = BM // RB
     CT: gl.constexpr = BN // 64
@@ -209,7 +218,7 @@ def _finish_plain(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_
             y = c_smem.index(j % CT * RT + j // CT).load(L)
             if scale_ptr is not None: y = (y.to(gl.float32) * _scales(scale_ptr, order_ptr, row, r1, RB, L)[:, None]).to(y.dtype)
             at, off, ok = _block(row, r1, n * BN + j % CT * 64, N, N, RB, L)
-            gl.store(out_ptr + at + off, y, mask=ok)
+            gl.store(out_ptr + at + off, y, mask=ok, cache_modifier=CACHE)
         mbarrier.arrive(c_empty)
         i += 1
 
@@ -218,7 +227,8 @@ def _finish_plain(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_
 def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, out_ptr, pre_ptr, dpre_ptr, part_ptr, R,
                        K: gl.constexpr, N: gl.constexpr, CHOICES: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
                        SAVE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-                       GROUP: gl.constexpr, RB: gl.constexpr, LOADERS: gl.constexpr, FINISHERS: gl.constexpr, REGS: gl.constexpr):
+                       GROUP: gl.constexpr, RB: gl.constexpr, LOADERS: gl.constexpr, FINISHERS: gl.constexpr, REGS: gl.constexpr,
+                        CACHE: gl.constexpr, FENCE: gl.constexpr):
     "As `_rows_kernel` of `row_kernels`; KIND is up, dh, down or dx. LOADERS, FINISHERS: warps of each; REGS: registers of a thread there."
     W_NK: gl.constexpr = KIND == "up" or KIND == "down"
     HALVES: gl.constexpr = 2 if KIND == "up" else 1
@@ -232,25 +242,25 @@ def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, 
     c_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=2 if CHOICES else 1)
+        mbarrier.init(full.index(s), count=1 + 32 * LOADERS if CHOICES else 1)
         mbarrier.init(empty.index(s), count=1)
     mbarrier.init(c_full, count=1)
     mbarrier.init(c_empty, count=1)
     fence_async_shared()
     if KIND == "up":
-        gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, W_NK, HALVES, BM, BN, BK, STAGES)),
+        gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, FENCE)),
                             (_producer, (a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full, empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP)),
-                            (_finish_up, (tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N, ACT, SAVE, BM, BN, GROUP, RB))],
+                            (_finish_up, (tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N, ACT, SAVE, BM, BN, GROUP, RB, CACHE))],
                            [LOADERS, FINISHERS], [REGS, REGS])
     elif KIND == "dh":
-        gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, W_NK, HALVES, BM, BN, BK, STAGES)),
+        gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, FENCE)),
                             (_producer, (a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full, empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP)),
-                            (_finish_dh, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N, ACT, BM, BN, GROUP, RB))],
+                            (_finish_dh, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N, ACT, BM, BN, GROUP, RB, CACHE))],
                            [LOADERS, FINISHERS], [REGS, REGS])
     else:
-        gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, W_NK, HALVES, BM, BN, BK, STAGES)),
+        gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, FENCE)),
                             (_producer, (a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full, empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP)),
-                            (_finish_plain, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, N, BM, BN, GROUP, RB))],
+                            (_finish_plain, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, N, BM, BN, GROUP, RB, CACHE))],
                            [LOADERS, FINISHERS], [REGS, REGS])
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #40451802
@@ -266,9 +276,9 @@ def _sum_parts_kernel(part_ptr, order_ptr, offsets_ptr, dscale_ptr, R, LAST: gl.
     gl.store(dscale_ptr + at, ds.to(dscale_ptr.dtype.element_ty), mask=ok)
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #555dbfa3
-CONFIG = dict(BN=256, BK=64, STAGES=3, GROUP=8, RB=32, LOADERS=2, FINISHERS=2, REGS=176)
+CONFIG = dict(BN=256, BK=64, STAGES=3, GROUP=8, RB=32, LOADERS=2, FINISHERS=2, REGS=176, CACHE="", FENCE=True)
 
-def hopper_fits(a, columns, tile):
+def hopper_fits(a, tile):
     "Does this kernel serve the product? Hopper, half precision, full tiles of rows, a contraction in whole steps, Triton 3.6."
     return (triton.__version__.startswith("3.6.") and a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and tile == 128
             and a.shape[1] % 64 == 0 and torch.cuda.get_device_capability(a.device)[0] == 9)

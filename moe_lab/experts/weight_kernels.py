@@ -49,10 +49,15 @@ def _store(out_ptr, out_desc, acc, e, row, col, M: tl.constexpr, N: tl.constexpr
 
 # %% ../../nbs/experts/03c_weight_kernels.ipynb #d7ef83d4
 @triton.jit
-def _weight_tile(t, l_ptr, l_desc, r_ptr, r_desc, out_ptr, out_desc, order_ptr, offsets_ptr, ML: tl.constexpr, NR: tl.constexpr,
-                 GATHER: tl.constexpr, CHOICES: tl.constexpr, SWAP: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr,
-                 BN: tl.constexpr, BK: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
-                 GROUP: tl.constexpr):
+def _weights_kernel(l_ptr, l_desc, r_ptr, r_desc, out_ptr, out_desc, order_ptr, offsets_ptr, ML: tl.constexpr, NR: tl.constexpr,
+                    GATHER: tl.constexpr, CHOICES: tl.constexpr, SWAP: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
+                    GROUP: tl.constexpr):
+    """One tile of out[e] = L[rows of e]^T R[rows of e], (ML, NR); stored transposed if SWAP, added to out if ADD.
+
+    GATHER: the side ("left", "right" or "") that is read at token order[r] // CHOICES.
+    """
+    t = tl.program_id(0)
     MT: tl.constexpr = (ML + BM - 1) // BM
     NT: tl.constexpr = (NR + BN - 1) // BN
     e = t // (MT * NT)
@@ -81,22 +86,6 @@ def _weight_tile(t, l_ptr, l_desc, r_ptr, r_desc, out_ptr, out_desc, order_ptr, 
     elif SWAP: _store(out_ptr, out_desc, acc.T, e, col, row, NR, ML, BN, BM, ADD, STORE)
     else: _store(out_ptr, out_desc, acc, e, row, col, ML, NR, BM, BN, ADD, STORE)
 
-# %% ../../nbs/experts/03c_weight_kernels.ipynb #0e783a4d
-@triton.jit
-def _weights_kernel(l_ptr, l_desc, r_ptr, r_desc, out_ptr, out_desc, order_ptr, offsets_ptr, E, ML: tl.constexpr, NR: tl.constexpr,
-                   GATHER: tl.constexpr, CHOICES: tl.constexpr, SWAP: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, BK: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
-                   GROUP: tl.constexpr):
-    """out[e] = L[rows of e]^T R[rows of e], (ML, NR); stored transposed if SWAP, added to out if ADD.
-
-    GATHER: the side ("left", "right" or "") that is read at token order[r] // CHOICES.
-    """
-    MT: tl.constexpr = (ML + BM - 1) // BM
-    NT: tl.constexpr = (NR + BN - 1) // BN
-    for t in tl.range(tl.program_id(0), E * (MT * NT), tl.num_programs(0)):
-        _weight_tile(t, l_ptr, l_desc, r_ptr, r_desc, out_ptr, out_desc, order_ptr, offsets_ptr, ML, NR, GATHER, CHOICES, SWAP,
-                     ADD, BM, BN, BK, LOAD, STORE, PARTS, GROUP)
-
 # %% ../../nbs/experts/03c_weight_kernels.ipynb #d7d6d179
 @triton.jit
 def _bias_kernel(src_ptr, scale_ptr, order_ptr, offsets_ptr, out_ptr, N: tl.constexpr, CHOICES: tl.constexpr, BR: tl.constexpr,
@@ -122,14 +111,14 @@ def _bias_kernel(src_ptr, scale_ptr, order_ptr, offsets_ptr, out_ptr, N: tl.cons
 def weights_product(left, right, out, offsets, config, *, order, choices, gather, add=False):
     "out[e] = left^T right over the expert's rows; `gather` names the side read by token ('' for none)."
     E, M, N = out.shape
-    sms, shared, _ = device_limits(out.device.index)
-    c = fit(config, left.element_size(), shared)
+    c = fit(config, left.element_size(), device_limits(out.device.index)[1])
     if c["SWAP"]: left, right, gather = right, left, {"left": "right", "right": "left", "": ""}[gather]
     BM, BN, BK, P = c["BM"], c["BN"], c["BK"], c["PARTS"]
     load = lambda t, side, cols: create_ragged_descriptor(t, [BK, cols]) if c["LOAD"] == "ragged" and side != gather else None
     block = (1, BN // P, BM) if c["SWAP"] else (1, BM, BN // P)
     o = box(out, block) if c["STORE"] == "tma" and not add else None
-    _weights_kernel[(sms,)](left, load(left, "left", BM), right, load(right, "right", BN), out, o, order, offsets, E,
+    grid = E * triton.cdiv(left.shape[1], BM) * triton.cdiv(right.shape[1], BN)
+    _weights_kernel[(grid,)](left, load(left, "left", BM), right, load(right, "right", BN), out, o, order, offsets,
                            ML=left.shape[1], NR=right.shape[1], GATHER=gather, CHOICES=choices, ADD=add, **c)
 
 def bias_sum(src, out, offsets, order=None, choices=0, scale=None):
