@@ -1,0 +1,125 @@
+"""Fused operators: the plain bodies over ranks equal one process, values and gradients; the hand-shake under many schedules; refusals.
+The kernels themselves run in the benchmark `fused` on two GPUs, poisoned and with a late rank, before any time is taken."""
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_lab.comm import fused
+from moe_lab.comm.fused_protocol import Protocol, first_failure, remote_before, run_schedule, tile_order
+
+SHAPES = [(1, 3, 4, 5), (2, 1, 3, 2), (2, 0, 4, 3)]       # E, C, K, N; C = 0: nothing to send
+
+
+def gemm(W):
+    "Rows of every source, computed at home and sent: what a rank receives equals the product of what the others had."
+    rank, done = dist.get_rank(), 0
+    for E, C, K, N in SHAPES:
+        g = torch.Generator().manual_seed(1)
+        x_all = torch.randn(W, W, E, C, K, generator=g, dtype=torch.float64)      # [source, destination]
+        w_all = torch.randn(W, E, N, K, generator=g, dtype=torch.float64)
+        dy = torch.randn(W, W, E, C, N, generator=g, dtype=torch.float64)         # [receiver, source]
+        x, w = x_all[rank].clone().requires_grad_(), w_all[rank].clone().requires_grad_()
+        y = fused.gemm_all_to_all(x, w)
+        assert torch.allclose(y, torch.einsum("seck,senk->secn", x_all[:, rank], w_all))
+        y.backward(dy[rank])
+        sent = dy[:, rank]                                                         # [destination]: what came back for my rows
+        assert torch.allclose(x.grad, torch.einsum("decn,enk->deck", sent, w_all[rank]))
+        assert torch.allclose(w.grad, torch.einsum("decn,deck->enk", sent, x_all[rank]))
+        done += 1
+    return done
+
+
+def embedding(W):
+    rank, (t, V, B, L, D) = dist.get_rank(), (2, 7, 3 * W, 3, 4)
+    g = torch.Generator().manual_seed(2)
+    tables = torch.randn(W, t, V, D, generator=g, dtype=torch.float64)
+    index = torch.randint(V, (W, t, B, L), generator=g)
+    table = tables[rank].clone().requires_grad_()
+    y = fused.embedding_all_to_all(table, index[rank])
+    mine = slice(rank * B // W, (rank + 1) * B // W)
+    want = torch.stack([tables[r, i][index[r, i, mine]].sum(1) for r in range(W) for i in range(t)], 1)
+    assert torch.allclose(y, want)
+    (y * (rank + 1)).sum().backward()
+    grad = torch.zeros(t, V, D, dtype=torch.float64)
+    for i in range(t):
+        for b in range(B): grad[i].index_add_(0, index[rank, i, b], torch.full((L, D), float(b * W // B + 1), dtype=torch.float64))
+    assert torch.allclose(table.grad, grad)
+
+
+def gemv(W):
+    rank = dist.get_rank()
+    g = torch.Generator().manual_seed(3)
+    xs, ws = torch.randn(W, 2, 6, generator=g, dtype=torch.float64), torch.randn(W, 5, 6, generator=g, dtype=torch.float64)
+    x, w = xs[rank].clone().requires_grad_(), ws[rank].clone().requires_grad_()
+    y = fused.gemv_all_reduce(x, w)
+    assert torch.allclose(y, torch.einsum("rmk,rnk->mn", xs, ws))
+    y.sum().backward()
+    assert torch.allclose(x.grad, ws[rank].sum(0).expand(2, -1)) and torch.allclose(w.grad, xs[rank].sum(0).expand(5, -1))
+
+
+def falls_back():
+    "Asked for a fused call without GPUs: the plain body, and one warning."
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter("always")
+        for _ in range(3): fused.gemm_all_to_all(torch.ones(2, 1, 1, 2), torch.ones(1, 2, 2), overlap="fused")
+    return [str(x.message) for x in w if "falls back" in str(x.message)]
+
+
+@pytest.mark.parametrize("W", [2, 3])
+def test_over_ranks_equals_one_process(ranks, W):
+    assert ranks.run(gemm, W, n=W) == [len(SHAPES)] * W
+    ranks.run(embedding, W, n=W)
+    ranks.run(gemv, W, n=W)
+
+
+def test_falls_back_with_one_warning(ranks):
+    for messages in ranks.run(falls_back, n=2): assert len(messages) == 1 and "write each other's memory" in messages[0]
+
+
+def test_wrong_arguments():
+    x, w = torch.ones(1, 2, 3, 4), torch.ones(2, 5, 4)
+    for f, why in ((lambda: fused.gemm_all_to_all(x[0], w), "x must be"), (lambda: fused.gemm_all_to_all(x, w[:, :, :2]), "weight must be"),
+                   (lambda: fused.embedding_all_to_all(torch.ones(1, 2, 3), torch.zeros(1, 3, 1, dtype=torch.int64), overlap="coarse"), "coarse"),
+                   (lambda: fused.gemv_all_reduce(torch.ones(2, 3), torch.ones(2, 4)), "share K"), (lambda: tile_order(0, 2, 3, r=2, p=1), "0 <= r <= p")):
+        with pytest.raises(ValueError, match=why): f()
+
+
+def test_multicast_must_be_off():
+    "A process without the variables may not make symmetric memory: multicast can take a shared host's GPUs down."
+    env = {k: v for k, v in os.environ.items() if k not in fused._no_multicast}
+    code = "from moe_lab.comm.fused import PeerBuffer\ntry: PeerBuffer(None, 8)\nexcept RuntimeError as e: print(e)"
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout
+    assert all(k in out for k in fused._no_multicast)
+
+
+def test_order_mixes_evenly():
+    "Never more than one tile off the asked share, and nothing twice."
+    for own, remote, r, p in ((8, 8, 1, 2), (3, 21, 2, 3), (10, 2, 3, 5)):
+        c = [remote_before(t, own, remote, r, p) for t in range(own + remote + 1)]
+        assert c[0] == 0 and c[-1] == remote and all(b - a in (0, 1) for a, b in zip(c, c[1:]))
+        assert all(abs(x - t * r / p) < 1 for t, x in enumerate(c) if t - x < own and x < remote)
+
+
+@pytest.mark.parametrize("world,tiles,slices,programs,resident", [(2, 6, 3, 4, 2), (3, 4, 2, 3, 3), (4, 2, 1, 2, 2)])
+def test_protocol(world, tiles, slices, programs, resident):
+    kw = dict(world=world, tiles=tiles, slices=slices, programs=programs, resident=resident)
+    assert first_failure(Protocol(), 40, **kw) is None
+    assert first_failure(Protocol(release=False), 40, **kw)[1].startswith("AssertionError")
+    assert first_failure(Protocol(store_first=False), 40, **kw) is not None
+
+
+def test_programs_must_be_resident():
+    "A waiting program that holds the only place keeps the producer of its own slice out: the grid must fit on the device."
+    assert first_failure(Protocol(), 5, programs=2, resident=1)[1].startswith("TimeoutError")
+
+
+@pytest.mark.slow
+def test_protocol_thousands():
+    for order in ((1, 2), (1, 1), (0, 1), (2, 3)):
+        for seed in range(2000): run_schedule(seed, r=order[0], p=order[1])
+    for seed in range(500): run_schedule(seed, world=4, tiles=4, slices=2, programs=5, resident=3, calls=5)
