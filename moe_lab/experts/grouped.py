@@ -83,9 +83,10 @@ def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row,
     pre, y = x.new_zeros(R, up.shape[1]), x.new_zeros(R, down.shape[1])
     for e, at in parts:
         pre[at] = rows[at] @ up[e].t() if up_bias is None else torch.addmm(up_bias[e], rows[at], up[e].t())
-        out = act.forward(pre[at]) @ down[e].t()
-        if down_bias is not None: out = out + down_bias[e]
-        y[at] = out if scale is None else (out * scale[at]).to(y.dtype)
+        h = act.forward(pre[at])
+        if scale is not None: h = (h * scale[at]).to(h.dtype)
+        y[at] = h @ down[e].t()
+        if down_bias is not None: y[at] += down_bias[e] if scale is None else (down_bias[e] * scale[at]).to(y.dtype)
     return (y if row is None else _sum_rows(y, row)), pre
 
 # %% ../../nbs/experts/03_grouped.ipynb #12a0e68f

@@ -1,0 +1,161 @@
+"""What a reader need not see of the grouped experts: kernels at awkward grids (interpreter), compile, checkpointing, properties."""
+import os
+os.environ.setdefault("TRITON_INTERPRET", "1" if not __import__("torch").cuda.is_available() else "0")
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from moe_lab.core import backend
+from moe_lab.core.types import dispatch
+from moe_lab.experts.activation import ACTIVATIONS
+from moe_lab.experts.grouped import expert_mlp, expert_plan, grouped_moe
+
+DEV = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def layer(T, D, F, E, k, act="swiglu", dtype=torch.float32, bias=False, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    r = lambda *s: torch.randn(s, generator=g).to(DEV, dtype)
+    h = ACTIVATIONS[act].halves
+    ids = torch.rand(T, E, generator=g).topk(k, -1)[1].to(DEV)
+    weight = torch.rand(T, k, generator=g).to(DEV, torch.promote_types(dtype, torch.float32))
+    return r(T, D), ids, weight, r(E, h * F, D) / D ** .5, r(E, D, F) / F ** .5, *((r(E, h * F), r(E, D)) if bias else (None, None))
+
+
+def run(args, ids, act, body, d=None):
+    with backend.use(body):
+        a = [None if t is None else t.detach().clone().requires_grad_() for t in args]
+        x, w, up, down, bu, bd = a
+        y = grouped_moe(x, (ids, w), up, down, act, bu, bd, d)
+        y.backward(torch.linspace(-1, 1, y.numel(), device=DEV).view_as(y).to(y.dtype))
+        return [y.detach()] + [t.grad for t in a if t is not None]
+
+
+def close(a, b, limit): return (a.double() - b.double()).norm() <= limit * b.double().norm() + 1e-12
+
+
+@pytest.mark.parametrize("T,D,F,E,k,act,dtype,bias", [
+    (3, 8, 8, 1, 1, "swiglu", torch.float32, False), (5, 16, 24, 4, 4, "geglu", torch.float32, True), (37, 24, 17, 3, 2, "gelu", torch.float16, True),
+    (130, 40, 33, 2, 1, "relu2", torch.float16, False), (18, 7, 5, 6, 2, "swiglu_oai", torch.float32, True)])
+def test_kernels_equal_the_plain_body(T, D, F, E, k, act, dtype, bias):
+    x, ids, w, up, down, bu, bd = layer(T, D, F, E, k, act, dtype, bias)
+    limit = 3e-3 if dtype == torch.float16 else 2e-5
+    for a, b in zip(run((x, w, up, down, bu, bd), ids, act, "triton"), run((x, w, up, down, bu, bd), ids, act, "torch")): assert close(a, b, limit)
+
+
+def test_a_planted_error_in_one_column_fails_the_comparison():                   # N11
+    x, ids, w, up, down, *_ = layer(9, 16, 24, 4, 2)
+    y = run((x, w, up, down, None, None), ids, "swiglu", "triton")[0]
+    wrong = y.clone()
+    wrong[:, 3] *= 1.01
+    assert not close(wrong, y, 2e-5)
+
+
+@pytest.mark.parametrize("body", ["torch", "triton"])
+def test_an_expert_without_tokens_has_exactly_zero_gradients(body):              # Z02, Z03
+    x, _, w, up, down, bu, bd = layer(10, 16, 24, 6, 1, bias=True)
+    ids = torch.tensor([0] * 3 + [2] * 5 + [3] * 2, device=DEV)[:, None]         # 1, 4, 5 get nothing
+    for _ in range(3):
+        junk = torch.full((1 << 16,), float("nan"), device=DEV); del junk
+        grads = run((x, w, up, down, bu, bd), ids, "swiglu", body)
+        for g in grads[3:]:
+            assert not g[[1, 4, 5]].count_nonzero() and g.isfinite().all()
+    y = run((x.masked_fill(torch.arange(10, device=DEV)[:, None] == 4, float("nan")), w, up, down, bu, bd), ids, "swiglu", body)[0]
+    assert y[4].isnan().all() and y[[0, 9]].isfinite().all()                     # a NaN fed in comes out, where it belongs
+
+
+@pytest.mark.parametrize("body", ["torch", "triton"])
+def test_no_token_and_no_expert(body):                                           # Z07, G15
+    x, ids, w, up, down, *_ = layer(0, 16, 24, 4, 2)
+    y, dx, dw, dup, ddown = run((x, w, up, down, None, None), ids, "swiglu", body)
+    assert y.shape == (0, 16) and not dup.count_nonzero() and not ddown.count_nonzero()
+    x, _, w, up, down, *_ = layer(1, 16, 24, 4, 2)
+    ids = torch.tensor([[0, -1]], device=DEV)
+    out = run((x, w, up, down, None, None), ids, "swiglu", body)
+    one = run((x, w[:, :1], up, down, None, None), ids[:, :1], "swiglu", body)
+    torch.testing.assert_close(out[0], one[0])
+    assert out[2][0, 1] == 0 and not out[3][3].count_nonzero()
+
+
+def test_float16_is_weighted_before_it_is_rounded():                             # N06
+    up = torch.tensor([[[1.], [1.]]], dtype=torch.float16, device=DEV).expand(1, 2, 8).contiguous()
+    x = torch.full((1, 8), 4., dtype=torch.float16, device=DEV)                  # swiglu of 32, 32: about 1024
+    down = torch.full((1, 8, 1), 100., dtype=torch.float16, device=DEV)          # 102400 > 65504
+    for body in ("torch", "triton"):
+        with backend.use(body): y = grouped_moe(x, (torch.zeros(1, 1, dtype=torch.int64, device=DEV), torch.full((1, 1), .1, device=DEV)), up, down)
+        torch.testing.assert_close(y, torch.full_like(y, 10240.), rtol=2e-3, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 400), st.integers(1, 70), st.integers(1, 4), st.sampled_from([16, 64, 128]), st.integers(0, 5))
+def test_plan_is_the_stable_order(T, E, k, tile, seed):                          # N07
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, E + 1, (T, k), generator=g)
+    with backend.use("triton" if seed % 2 else "torch"): offsets, order, row, tiles = expert_plan(ids.to(DEV), E, tile)
+    flat, order = ids.flatten(), order.cpu().long()
+    key = torch.where((flat < 0) | (flat >= E), E, flat)
+    assert order.tolist() == key.argsort(stable=True).tolist()
+    n = int(offsets[-1])
+    assert row.cpu().flatten()[order[:n]].tolist() == list(range(n)) and (row.cpu().flatten()[order[n:]] == -1).all()
+    used = tiles.cpu()[:int(tiles[0, 3])]
+    covered = [r for e, a, b, _ in used.tolist() for r in range(a, min(a + tile, b))]
+    assert covered == list(range(n))
+
+
+def test_a_dispatch_that_drops_is_the_routing_without_what_it_drops():
+    x, ids, w, up, down, *_ = layer(30, 16, 24, 4, 2, dtype=torch.float64)
+    d = dispatch(ids, 4, capacity=6)
+    a = run((x, w, up, down, None, None), ids, "swiglu", "torch", d)
+    b = run((x, w, up, down, None, None), torch.where(d.kept, ids, -1), "swiglu", "torch")
+    for p, q in zip(a, b): torch.testing.assert_close(p, q)
+
+
+def test_compile_without_graph_break_checkpointing_and_inference():
+    x, ids, w, up, down, *_ = layer(12, 16, 24, 4, 2)
+    f = lambda x, w, up, down: grouped_moe(x, (ids, w), up, down)
+    def grads(f):
+        a = [t.detach().clone().requires_grad_() for t in (x, w, up, down)]
+        y = f(*a)
+        y.square().sum().backward()
+        return [y.detach()] + [t.grad for t in a]
+    want = grads(f)
+    for g in (torch.compile(f, fullgraph=True, backend="aot_eager"), lambda *a: checkpoint(f, *a, use_reentrant=False)):
+        for p, q in zip(grads(g), want): assert torch.equal(p, q)
+    with torch.inference_mode(): assert torch.equal(f(x, w, up, down), want[0])
+
+
+def test_frozen_weights_need_no_gradient_and_non_contiguous_inputs_work():
+    x, ids, w, up, down, *_ = layer(12, 16, 24, 4, 2, dtype=torch.float64)
+    x = torch.cat([x, x], 1)[:, ::2].detach().requires_grad_()
+    up = up.mT.contiguous().mT.requires_grad_()
+    y = grouped_moe(x, (ids, w), up, down)
+    y.sum().backward()
+    assert down.grad is None and x.grad.shape == x.shape
+    torch.testing.assert_close(y, grouped_moe(x.contiguous(), (ids, w), up.contiguous(), down))
+
+
+def test_rows_of_no_expert_are_zero():
+    x, _, _, up, down, *_ = layer(20, 16, 24, 3, 1)
+    offsets = torch.tensor([0, 4, 4, 13], device=DEV)
+    for body in ("torch", "triton"):
+        with backend.use(body): y = expert_mlp(x, offsets, up, down)
+        assert not y[13:].count_nonzero() and y[:13].count_nonzero()
+
+
+@pytest.mark.parametrize("change,error,says", [
+    (dict(up=lambda t: t[:, :-1]), ValueError, "up must have shape"), (dict(down=lambda t: t.double()), TypeError, "down must have x's dtype"),
+    (dict(x=lambda t: t[0]), ValueError, r"x must be \(T, D\)"), (dict(ids=lambda t: t.int()), TypeError, "expert must be int64"),
+    (dict(ids=lambda t: t[:-1]), ValueError, "expert must have shape"), (dict(weight=lambda t: t.long()), TypeError, "weight must be floating"),
+    (dict(up=lambda t: t.to("meta")), ValueError, "up must be on x's device")])
+def test_bad_arguments_are_named(change, error, says):
+    a = dict(zip(("x", "ids", "weight", "up", "down"), layer(6, 16, 24, 4, 2)))
+    a |= {k: f(a[k]) for k, f in change.items()}
+    with pytest.raises(error, match=says): grouped_moe(a["x"], (a["ids"], a["weight"]), a["up"], a["down"])
+
+
+@pytest.mark.skipif(DEV == "cuda", reason="ids are checked where that costs no synchronisation")
+def test_ids_out_of_range_raise_on_a_cpu():
+    x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
+    with pytest.raises(ValueError, match="expert must lie in"): grouped_moe(x, (ids + 3, w), up, down)
