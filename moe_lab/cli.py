@@ -18,6 +18,7 @@ commands = {   # verb: (module, function, one line for the overview)
     "plan": ("moe_lab.plan", "plan", "which strategy trains a model fastest on a cluster, and what limits it"),
     "train": ("moe_lab.models.train", "train", "train a GPT with experts on any text"),
     "tour": ("moe_lab.tour", "tour", "train and compare five models, leave a page of pictures"),
+    "claims": ("moe_lab.claims", "claims", "the papers' claims, our own numbers and a verdict each"),
     "zoo": ("moe_lab.models.zoo", "show_model", "parameters, bytes, FLOPs and recipe of the papers' models"),
     "generate": ("moe_lab.inference.generate", "main", "write text with a trained model"),
 }
