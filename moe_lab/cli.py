@@ -13,6 +13,7 @@ from fastcore.script import anno_parser
 
 # %% ../nbs/91_cli.ipynb #6c0c73e4
 commands = {   # verb: (module, function, one line for the overview)
+    "ablate": ("moe_lab.models.ablations", "ablate", "ask one of the papers' small questions again, with seeds"),
     "bench": ("moe_lab.bench.harness", "bench", "time an operation against its rivals and the hardware's limit"),
     "place": ("moe_lab.placement.arena", "place", "which expert placement pays on a recorded routing trace"),
     "plan": ("moe_lab.plan", "plan", "which strategy trains a model fastest on a cluster, and what limits it"),

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Arm', 'seeded', 'experiments', 'python_sources', 'texts', 'folder', 'freeze_experts', 'train_arm',
-           'run_arm', 'ablate', 'mean_sd']
+           'run_arm', 'ablate', 'mean_sd', 'Claim', 'claims', 'verdict', 'stored']
 
 # %% ../../nbs/models/07_ablations.ipynb #b1305578
 import hashlib, json, os, statistics
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -142,3 +143,48 @@ def ablate(experiment: str, # halves, residual, pyramid, drops, balance, student
 def mean_sd(values: list[float]) -> tuple[float, float]:
     "Mean and sample standard deviation; 0 for a single value."
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.
+
+# %% ../../nbs/models/07_ablations.ipynb #511a22cb
+@dataclass(frozen=True)
+class Claim:
+    "A paper says that `better` beats `worse`, or with `equal` that they are on a par."
+    experiment: str
+    better: str
+    worse: str
+    says: str
+    equal: bool = False
+    id: str = ""                  # in the ledger of claims
+
+def claims(scale: Scale) -> list[Claim]:
+    "What the papers say about the arms of `experiments(scale)`."
+    E = scale.experts
+    return [
+        Claim("halves", "second half", "first half", "DeepSpeed-MoE, figure 2: experts in later layers help more"),
+        Claim("residual", "top-2", "top-1", "DeepSpeed-MoE, figure 2: a second expert helps"),
+        Claim("residual", "residual", "top-2", "DeepSpeed-MoE, section 4.1: as good as top-2, with half the traffic", equal=True, id="DS-02"),
+        Claim("pyramid", f"PR-MoE-{E}/{2 * E}", f"MoE-{4 * E}", "DeepSpeed-MoE, figure 4: within 0.01 of the model with four times the experts", equal=True, id="DS-04"),
+        Claim("drops", "dropless", "capacity 1.0", "MegaBlocks, section 3: 0.26 below dense instead of 0.15", id="MB-06"),
+        Claim("balance", "0", "0.01", "FlexMoE: 94.588 % without balance loss, 93.981 % with it"),
+        Claim("students", "full KD", "no KD", "DeepSpeed-MoE, table 5: 40.57 against 39.06, mean of six tasks", id="DS-05"),
+        Claim("students", "staged KD", "full KD", "DeepSpeed-MoE, table 5: 41.43 against 40.57", id="DS-05"),
+        Claim("frozen", "experts frozen", "all tuned", "Tutel, table 10: +0.4 AP over dense instead of -1.7", id="TU-13"),
+    ]
+
+_t95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}     # two-sided, n - 1 degrees of freedom
+
+def verdict(runs: list[dict], claim: Claim) -> tuple[float, float, str]: # worse - better [nats], half-width of its 95 % interval, in words
+    "Paired by seed. ValueError with fewer than two common seeds."
+    at = lambda arm: {o["seed"]: o["valid"] for o in runs if (o["experiment"], o["arm"]) == (claim.experiment, arm)}
+    a, b = at(claim.better), at(claim.worse)
+    d = [b[s] - a[s] for s in sorted(a.keys() & b.keys())]
+    if len(d) < 2: raise ValueError(f"runs: {claim.better!r} and {claim.worse!r} of {claim.experiment!r} need at least two common seeds, got {len(d)}")
+    mean, half_width = statistics.mean(d), _t95.get(len(d), 2.6) * statistics.stdev(d) / len(d) ** 0.5
+    if claim.equal: words = "on a par" if abs(mean) <= half_width else "better than claimed" if mean > 0 else "falls behind"
+    else: words = "appears" if mean > half_width else "the opposite appears" if mean < -half_width else "does not appear"
+    return mean, half_width, words
+
+# %% ../../nbs/models/07_ablations.ipynb #763ae9de
+def stored() -> dict | None:
+    "Results that were made once: {'where', 'text', 'runs'}; None before they have been."
+    f = files("moe_lab") / "data" / "ablations.json"
+    return json.loads(f.read_text()) if f.is_file() else None
