@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['digits', 'to_windows', 'from_windows', 'neighbours', 'WindowAttention', 'SwinConfig', 'SwinBlock', 'Swin',
-           'train_digits']
+           'train_digits', 'stored']
 
 # %% ../../nbs/models/08_vision.ipynb #998aa8b6
+import json
 from dataclasses import dataclass
+from importlib.resources import files
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +59,7 @@ class WindowAttention(nn.Module):
     def forward(self, x_BHWD: Tensor) -> Tensor:
         B, H, W, D = x_BHWD.shape
         z = to_windows(x_BHWD.roll((-self.shift, -self.shift), (1, 2)), self.window)
-        q, k, v = self.qkv(z).view(*z.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(z).view(*z.shape[:2], 3, self.heads, z.shape[2] // self.heads).permute(2, 0, 3, 1, 4)
         see = torch.where(self.mask[:, None], self.bias[:, self.where], -torch.inf)    # (windows, heads, w*w, w*w)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=see.repeat(B, 1, 1, 1))
         y = self.out(y.transpose(1, 2).reshape(z.shape))
@@ -139,3 +141,9 @@ def train_digits(config: SwinConfig, epochs: int = 40, seed: int = 0, lr: float 
     loads = [a.counts.max().item() * len(a.counts) / a.counts.sum().item() for a in aux if a is not None]
     return {"loss": F.cross_entropy(logits, y_test).item(), "accuracy": (logits.argmax(1) == y_test).float().mean().item(),
             "train": torch.stack(last).mean().item(), "imbalance": max(loads, default=0.)}
+
+# %% ../../nbs/models/08_vision.ipynb #a2b02f56
+def stored() -> dict | None:
+    "Results that were made once: {'where', 'runs'}; None before they have been."
+    f = files("moe_lab") / "data" / "vision.json"
+    return json.loads(f.read_text()) if f.is_file() else None
