@@ -6,7 +6,7 @@
     python .ci/nb.py check nbs/core/01_types.ipynb ...   # run again and say where the stored outputs differ
     python .ci/nb.py readme                              # README.md from nbs/index.ipynb
 """
-import base64, copy, json, math, re, subprocess, sys, tempfile
+import ast, base64, copy, json, math, re, subprocess, sys, tempfile
 from pathlib import Path
 
 import nbformat
@@ -73,6 +73,9 @@ def run(*paths):
         nbformat.write(nb, p)
     subprocess.run(["nbdev_clean"], check=True, cwd=ROOT)
     subprocess.run(["nbdev_export"], check=True, cwd=ROOT)
+    for p in paths:
+        for name in unasserted(read(p)): print(f"{p}: no assertion rests on {name}")
+        for text in unfit(read(p)): print(f"{p}: stores {text}")
 
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -117,6 +120,60 @@ def stale(stored, fresh):
         if len(a) != len(b) or not all(map(same, a, b)):
             show = lambda texts: "\n".join(texts)[:1500] or "(nothing)"
             out.append(f"--- {old.source[:200]}\nstored:\n{show(a)}\nfresh:\n{show(b)}")
+    return out
+
+
+def asserted(book):
+    """The names that some assertion of a notebook rests on: named in it, or used to make what it names.
+
+    Exported classes and constants may also speak through the exported functions that use them; functions may not.
+    """
+    comes_from, found = {}, set()     # name -> the names it was made from
+    def names(tree):
+        direct = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        return direct.union(*(comes_from.get(n, ()) for n in direct))
+    def binds(statement):
+        bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return bound | ({statement.name} if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else set())
+    def checks(node):
+        if isinstance(node, ast.Assert): return True
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        return called.startswith(("test_", "assert_")) or called == "gradcheck"
+    exported, rest = [], []
+    for c in book.cells:
+        if c.cell_type != "code": continue
+        kind = exported if re.search(r"^#\|\s*exports?\b", c.source, re.M) else rest
+        kind += ast.parse(re.sub(r"^\s*[%!].*$", "", c.source, flags=re.M)).body
+    made = set().union(*(binds(s) for s in exported if isinstance(s, (ast.ClassDef, ast.Assign, ast.AnnAssign))))
+    for statement in exported * 2:      # twice: a function may use what is defined after it
+        for n in binds(statement): comes_from[n] = comes_from.get(n, set()) | names(statement) & made
+    for statement in rest:
+        made_of = names(statement)
+        for n in binds(statement): comes_from[n] = comes_from.get(n, set()) | made_of
+        for node in ast.walk(statement):
+            if checks(node): found |= names(node)
+    return found
+
+
+def unasserted(book):
+    "The public names of a notebook's module that no assertion of the notebook rests on."
+    exp = re.search(r"^#\|\s*default_exp\s+(\S+)", "\n".join(c.source for c in book.cells), re.M)
+    if not exp: return []
+    module = ast.parse((ROOT / "moe_lab" / (exp[1].replace(".", "/") + ".py")).read_text()).body
+    public = next((ast.literal_eval(s.value) for s in module if isinstance(s, ast.Assign) and s.targets[0].id == "__all__"), [])
+    return sorted(set(public) - asserted(book))
+
+
+def unfit(book):
+    "What a notebook should not store: warnings, errors, paths of a machine, outputs of megabytes."
+    out = []
+    for c in book.cells:
+        for o in c.get("outputs", []):
+            text = str(o)
+            if o.get("name") == "stderr" and "Warning" in text: out.append(f"a warning: {text[:300]}")
+            if o.output_type == "error": out.append(f"an error: {text[:300]}")
+            if found := re.search(r"(?<![\w/])/(root|home|work|tmp|usr|Users)/[^\s\"']*", text): out.append(f"a path: {found[0]}")
+            if len(text) > 3_000_000: out.append(f"{len(text) / 1e6:.1f} MB from: {c.source[:200]}")
     return out
 
 
