@@ -170,7 +170,7 @@ def load(root,
 # %% ../../nbs/comm/05_checkpoint.ipynb #74a142f6
 def export_safetensors(checkpoint, # a folder step-N
                        file, # to write
-                      ):
+                      ) -> Path: # the file
     "The model of a checkpoint in one safetensors file, under the names of its one-process `state_dict`. One process does it."
     checkpoint, state = Path(checkpoint), {}
     reader, stacks = dcp.FileSystemReader(checkpoint), json.loads((checkpoint / "extra.json").read_text())["stacks"]
@@ -183,6 +183,7 @@ def export_safetensors(checkpoint, # a folder step-N
         stack = torch.stack([state.pop(f"{name}.{e}") for e in ids])
         state[name] = stack.flatten(1, 2) if kind.startswith("up") else stack
     save_file({k: v.contiguous() for k, v in state.items()}, file)
+    return Path(file)
 
 
 def import_safetensors(file, model: nn.Module):
