@@ -72,7 +72,10 @@ def _layers(make, steps, layers, title):
     fig = sweep(at, "step", steps, start=len(steps) - 1)
     for frame in fig.frames:
         for trace in frame.data: trace.visible = None
+    fig.layout.sliders[0].pad.t = 70                     # clear of turned labels and the axis title
     return fig.update_layout(title=title)
+
+def _top(tables): return max(0.1, round(max(v for table in tables for row in table for v in row if v is not None) + 0.05, 1))
 
 def _probes(log):
     lines = [o for o in _evals(log) if "probe" in o]
@@ -86,8 +89,9 @@ def show_token(text: str) -> str:
 def routing_map(log: list[dict], tokens: list[str]) -> go.Figure: # tokens: text of the probe's tokens
     "Router probability of each expert (rows) for each token of a snippet (columns); slider over training, a button a layer."
     probes = _probes(log)
+    top = _top(t for p in probes.values() for t in p["probs"])
     E, x = len(next(iter(probes.values()))["probs"][0][0]), list(range(len(tokens)))
-    make = lambda step, l: go.Heatmap(z=list(zip(*probes[step]["probs"][l])), x=x, y=list(range(E)), zmin=0, zmax=1, customdata=[[show_token(t) for t in tokens]] * E,
+    make = lambda step, l: go.Heatmap(z=list(zip(*probes[step]["probs"][l])), x=x, y=list(range(E)), zmin=0, zmax=top, customdata=[[show_token(t) for t in tokens]] * E,
                                       hovertemplate="%{customdata}<br>expert %{y}: %{z:.2f}<extra></extra>", colorbar=dict(title="p", thickness=12))
     return _layers(make, list(probes), len(next(iter(probes.values()))["probs"]), "Where the router sends each token").update_layout(
         xaxis=dict(tickvals=x, ticktext=[show_token(t) for t in tokens], tickangle=-90, tickfont=dict(family="monospace", size=10), showgrid=False),
@@ -98,10 +102,12 @@ def kinds_map(log: list[dict], kinds: tuple[str, ...]) -> go.Figure: # kinds: na
     "Share of each kind of token that goes to each expert; slider over training, a button a layer."
     probes = _probes(log)
     layers = len(next(iter(probes.values()))["kinds"])
+    share = {step: [[[round(n / sum(row), 3) if sum(row) else None for n in row] for row in t] for t in p["kinds"]] for step, p in probes.items()}
+    top = _top(t for tables in share.values() for t in tables)
     def make(step, l):
         table = probes[step]["kinds"][l]
-        return go.Heatmap(z=[[round(n / sum(row), 3) if sum(row) else None for n in row] for row in table], x=list(range(len(table[0]))), y=list(kinds),
-                          customdata=[[f"{sum(row):,}"] * len(row) for row in table], zmin=0, zmax=1,
+        return go.Heatmap(z=share[step][l], x=list(range(len(table[0]))), y=list(kinds),
+                          customdata=[[f"{sum(row):,}"] * len(row) for row in table], zmin=0, zmax=top,
                           hovertemplate="%{y}: %{z:.0%} of %{customdata} tokens<br>to expert %{x}<extra></extra>", colorbar=dict(title="share", thickness=12))
     return _layers(make, list(probes), layers, "What kind of text each expert gets").update_layout(
         xaxis=dict(title="expert", dtick=1, showgrid=False), yaxis=dict(autorange="reversed", showgrid=False))
