@@ -34,7 +34,7 @@ def test_no_verdict_is_typed():
 
 @pytest.mark.parametrize("changed, words", [
     (dict(how="guess"), "how must be one of"), (dict(rule="near"), "rule must be one of"), (dict(rule=""), "rule must be one of"),
-    (dict(number="f"), "module:function"), (dict(page=""), "page must be"), (dict(direction="up"), "direction must be"),
+    (dict(number="f"), "module:function"), (dict(page=""), "page must be"), (dict(direction="up"), "direction must be one of"),
     (dict(target=""), "target must be"), (dict(target='"three"'), "target must be"), (dict(target="[1, true]"), "target must be"),
     (dict(target="3;4"), "JSON"), (dict(args="[1"), "JSON"), (dict(bound=""), "bound must be"), (dict(bound="[1, 2]"), "bound must be"),
     (dict(rule="relative", target="[1, 0]"), "zeros"), (dict(rule="range", target="[null, null]"), "low, high"), (dict(rule="range", target="5"), "low, high"),
