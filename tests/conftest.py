@@ -42,3 +42,10 @@ def ranks():
     "Four gloo ranks, started once a run; `ranks.run(f, n=2)` uses the first two."
     from moe_lab.cluster.launch import Pool
     with Pool(4, timeout=60, backend="gloo") as pool: yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks8():
+    "Eight gloo ranks, for slow tests."
+    from moe_lab.cluster.launch import Pool
+    with Pool(8, timeout=60, backend="gloo") as pool: yield pool
