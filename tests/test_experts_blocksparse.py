@@ -204,6 +204,44 @@ def test_gpu_mlp(dtype, block):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype,block,N", [(torch.bfloat16, 64, 320), (torch.bfloat16, 128, 320), (torch.float16, 128, 200), (torch.bfloat16, 256, 65), (torch.float32, 128, 320)])
+def test_gpu_products_on_any_pattern(dtype, block, N):
+    "Every transposition against float64, on a pattern with an empty row and an empty column and on uneven experts, with storage behind the end."
+    torch.manual_seed(0)
+    mask = torch.rand(9, 12, device="cuda") < .4
+    mask[3], mask[:, 5] = False, False
+    counts = torch.tensor([300, 0, 129, 1, 128, 700], device="cuda")
+    def randn(*s): return torch.randn(*s, device="cuda").to(dtype)
+    def near(x, y): assert (x.double() - y).norm() < (1e-5 if dtype == torch.float32 else 5e-3) * y.norm()
+    for topo in (topology_from_mask(mask, block), topology_from_counts(counts, 2 * block, block, rows=max_padded_rows(1258, 6, block))):
+        (R, C), kept = topo.shape, int(topo.row_offsets[-1])
+        a, b = randn(R, N), randn(N, C)
+        s = sdd(a, b, topo)
+        keep = Matrix(torch.ones_like(s.data), topo).to_dense().double()
+        for x in (a, a.t().contiguous().t()):
+            for y in (b, b.t().contiguous().t()): near(sdd(x, y, topo).to_dense(), (a.double() @ b.double()) * keep)
+        assert (s.data[kept:] == 0).all()
+        s.data[kept:] = float("nan")
+        for m in (s, s.T):
+            dense, right, left = m.to_dense().double(), randn(m.shape[1], N), randn(N, m.shape[0])
+            for x in (right, right.t().contiguous().t()): near(dsd(m, x), dense @ right.double())
+            for x in (left, left.t().contiguous().t()): near(dds(x, m), left.double() @ dense)
+
+
+@pytest.mark.gpu
+def test_gpu_cuda_graph():
+    d = dispatch(torch.randint(0, 8, (1024, 2), device="cuda"), 8)
+    x, w, up, down = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((1024, 256), (1024, 2), (8, 1024, 256), (8, 256, 512)))
+    with torch.no_grad():
+        for _ in range(2): want = blocksparse_mlp(x, d, w, up, down)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph): y = blocksparse_mlp(x, d, w, up, down)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, want)
+
+
+@pytest.mark.gpu
 def test_gpu_more_than_2_31_elements():                                                        # K01
     free, _ = torch.cuda.mem_get_info()
     if free < 30 << 30: pytest.skip("needs 30 GiB of GPU memory")

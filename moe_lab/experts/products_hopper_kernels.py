@@ -14,10 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #c5bd19d1
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared         # the name before Triton 3.7
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
 # %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #48c1b6c0
 @gluon.jit
 def _tile(t, offsets, lines, width, across, K, KIND: gl.constexpr, B: gl.constexpr, DOWN: gl.constexpr, PAIR: gl.constexpr,
@@ -39,6 +35,13 @@ def _tile(t, offsets, lines, width, across, K, KIND: gl.constexpr, B: gl.constex
 
 # %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #ac6152ae
 @gluon.jit
+def _fetch(desc, first, row, col, bar, buf, FLIP: gl.constexpr):
+    "Box (row, col) of the matrix whose storage begins at row `first`, stored as it is or transposed (FLIP)."
+    if FLIP: tma.async_copy_global_to_shared(desc, [first + col, row], bar, buf)
+    else: tma.async_copy_global_to_shared(desc, [first + row, col], bar, buf)
+
+
+@gluon.jit
 def _produce(left, right, left_bufs, right_bufs, full, empty, tiles, offsets, index, position, lines, width, across, K, member, span,
              KIND: gl.constexpr, B: gl.constexpr, DOWN: gl.constexpr, PAIR: gl.constexpr, TRANS: gl.constexpr,
              LEFT_T: gl.constexpr, RIGHT_T: gl.constexpr, HM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -49,8 +52,8 @@ def _produce(left, right, left_bufs, right_bufs, full, empty, tiles, offsets, in
         if KIND == 0:
             row = gl.load(position + lo) * B + part * (2 * HM)                       # of the left operand
             column = gl.load(index + lo) * B + n * BN                                # of the right one
-            if RIGHT_T: base, column = 0, column                                     # stored (N,K): members one below the other
-            else: base, column = column // member * span, column % member            # stored (G*K,N/G)
+            base = 0                                                                 # stored (N,K): one matrix
+            if not RIGHT_T: base, column = column // member * span, column % member  # stored (G*K,N/G): members one below the other
         block = 0
         other = 0
         for s in range(steps):
@@ -64,27 +67,16 @@ def _produce(left, right, left_bufs, right_bufs, full, empty, tiles, offsets, in
             mbarrier.wait(empty.index(i), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(i), (2 * HM + BN) * BK * 2)
             for h in gl.static_range(2):
-                buf = left_bufs.index(2 * i + h)
-                if KIND == 0:
-                    if LEFT_T: _load(left, [s * BK, row + h * HM], full.index(i), buf)
-                    else: _load(left, [row + h * HM, s * BK], full.index(i), buf)
-                elif KIND == 1:                                                      # left: stored blocks
-                    if TRANS: _load(left, [block + w, part * (2 * HM) + h * HM], full.index(i), buf)
-                    else: _load(left, [block + part * (2 * HM) + h * HM, w], full.index(i), buf)
-                else:                                                                # left: the dense operand, transposed
-                    if LEFT_T: _load(left, [other + w, n * (2 * HM) + h * HM], full.index(i), buf)
-                    else: _load(left, [n * (2 * HM) + h * HM, other + w], full.index(i), buf)
-            buf = right_bufs.index(PAIR * i)
-            if KIND == 0:
-                if RIGHT_T: _load(right, [column, s * BK], full.index(i), buf)
-                else: _load(right, [base + s * BK, column], full.index(i), buf)
-            elif KIND == 1:
-                if RIGHT_T: _load(right, [other // member * span + n * BN, other % member + w], full.index(i), buf)
-                else: _load(right, [other + w, n * BN], full.index(i), buf)
-            else:                                                                    # right: stored blocks, transposed
-                for c in gl.static_range(PAIR):                                      # neighbours in a row are neighbours in storage
-                    if TRANS: _load(right, [block + c * B + w, part * BN], full.index(i), right_bufs.index(PAIR * i + c))
-                    else: _load(right, [block + part * BN, w], full.index(i), buf)
+                if KIND == 0: a0, r, c = 0, row + h * HM, s * BK
+                elif KIND == 1: a0, r, c = block, part * (2 * HM) + h * HM, w        # stored blocks
+                else: a0, r, c = 0, n * (2 * HM) + h * HM, other + w                 # the dense operand, transposed
+                _fetch(left, a0, r, c, full.index(i), left_bufs.index(2 * i + h), LEFT_T)
+            for p in gl.static_range(PAIR):
+                if KIND == 0: b0, r, c = base, s * BK, column
+                elif KIND == 2: b0, r, c = block + p * B, w, part * BN               # neighbours in a row are neighbours in storage
+                elif RIGHT_T: b0, r, c = other // member * span, other % member + w, n * BN
+                else: b0, r, c = other, w, n * BN
+                _fetch(right, b0, r, c, full.index(i), right_bufs.index(PAIR * i + p), RIGHT_T)
             step += 1
 
 # %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #c87f33aa
@@ -100,8 +92,8 @@ def _put(out, x, y_bufs, first, row, col, KIND: gl.constexpr, B: gl.constexpr, P
         tma.store_wait(YBUFS - 1)
         y.store(x.to(y.dtype))
         fence_async_shared()
-        if KIND == 0: _store(out, [row + col // B * B, col % B], y)                  # neighbouring blocks lie one below the other
-        else: _store(out, [row, col], y)
+        if KIND == 0: tma.async_copy_shared_to_global(out, [row + col // B * B, col % B], y)                  # neighbouring blocks lie one below the other
+        else: tma.async_copy_shared_to_global(out, [row, col], y)
 
 
 @gluon.jit

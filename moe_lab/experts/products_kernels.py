@@ -171,7 +171,7 @@ def _launch(kernel, tiles, num_tiles, device, *args, **constants):
     ieee = not torch.backends.cuda.matmul.allow_tf32
     kernel[(min(programs, num_tiles),)](*args, **constants, IEEE=ieee, **tiles)
 
-def _for_hopper(x, block): return x.dtype in (torch.bfloat16, torch.float16) and block % 128 == 0
+def _for_hopper(x, block): return triton.__version__.startswith("3.6.") and x.dtype in (torch.bfloat16, torch.float16) and block % 128 == 0
 
 def sdd(a: Tensor, b: Tensor, index: list[Tensor], block: int, width: int,
         tiles: dict | None = None, # see `default_tiles`
