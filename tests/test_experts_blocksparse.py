@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from moe_lab.core.types import dispatch
 from moe_lab.experts.activation import get_activation
-from moe_lab.experts.blocksparse import blocksparse_mlp, filled_rows, padded_rows
+from moe_lab.experts.blocksparse import block_rows, blocksparse_mlp
 from moe_lab.experts.grouped import grouped_moe
 from moe_lab.experts.products import _dsd, _sdd, dds, dsd, sdd
 from moe_lab.experts.topology import Matrix, max_padded_rows, padded_offsets, topology_from_counts, topology_from_mask
@@ -128,13 +128,15 @@ def test_padding_is_never_read(poisoned, sync):
 def test_padding_rows_do_not_reach_weights():
     "Garbage in the rows of padding, put there behind the gather's back, must not come out anywhere but there."
     d, (x, w, up, down) = case([3, 17], 8, 16, activation="gelu")
-    topo, rows = topology_from_counts(d.counts, 16, 16), padded_rows(d, 16).flatten()
+    topo = topology_from_counts(d.counts, 16, 16)
+    rows, filled = block_rows(d, topo.shape[0], 16)
+    rows = rows.flatten()
     buffer = torch.full((topo.shape[0], 8), float("nan"), dtype=x.dtype)
     buffer[rows] = x.detach()
     y = dsd(sdd(buffer, up.mT, topo).map(torch.relu), down.mT)
     want = torch.stack([down[e] @ (up[e] @ t).relu() for t, e in zip(x, d.expert.flatten())])
     torch.testing.assert_close(y[rows], want)
-    assert filled_rows(d.counts, topo.shape[0], 16).sum() == len(x)
+    assert filled.sum() == len(x)
 
 
 def test_same_bits_twice():

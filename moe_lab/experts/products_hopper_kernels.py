@@ -6,6 +6,8 @@
 __all__ = ['TILES', 'sdd', 'dsd']
 
 # %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #2ccd4041
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -163,9 +165,11 @@ def _flat(x: Tensor) -> tuple[Tensor, bool] | None:
         if t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1): return t.as_strided((t.shape[0] * t.shape[1], t.shape[2]), t.stride()[1:]), flip
     return None
 
+@cache
+def _layout(h, w, dtype): return gl.NVMMASharedLayout.get_default_for([h, w], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
 def _descriptor(x: Tensor, h: int, w: int) -> TensorDescriptor:
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [h, w], gl.NVMMASharedLayout.get_default_for([h, w], dtype))
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [h, w], _layout(h, w, x.dtype))
 
 def _flip(h, w, flip): return (w, h) if flip else (h, w)
 

@@ -48,7 +48,7 @@ def _put(desc, x, block, row, col, H: tl.constexpr, W: tl.constexpr, B: tl.const
         desc.store([block + col // B, row, col % B], x.to(desc.dtype).reshape(1, H, W))
 
 # %% ../../nbs/experts/02b_products_kernels.ipynb #d16a444b
-@triton.jit
+@triton.jit(do_not_specialize=["block_rows", "num_blocks", "member"])
 def _sdd_kernel(
     a, b, out,                                       # descriptors: (1,M,K), (G,K,N/G), (num_blocks,B,B)
     row_offsets, row_indices, column_indices, block_rows, num_blocks, member,       # member: columns of one of the stack's
@@ -78,7 +78,7 @@ def _sdd_kernel(
         out.store([t // TILES, t % DOWN * BM, t % TILES // DOWN * PART], tl.zeros((1, BM, PART), out.dtype))
 
 # %% ../../nbs/experts/02b_products_kernels.ipynb #83e7913a
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "member", "out_member"])
 def _dsd_kernel(
     s, b, out,                                       # descriptors: (num_blocks,B,B), (G,K/G,N), (1,M,N) or (G,N,M/G)
     offsets, indices, positions, lines, member, out_member,       # of the walk: block lines, other index, stored block

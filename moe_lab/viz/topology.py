@@ -11,7 +11,6 @@ import torch
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from ..experts.blocksparse import filled_rows
 from ..experts.topology import topology_from_counts
 from .render import sweep
 
@@ -29,6 +28,11 @@ def zipf_counts(tokens: int, # T
     return counts
 
 # %% ../../nbs/viz/04_topology.ipynb #5f217f2d
+def _used(counts, block):
+    "Share of each block of rows that holds tokens."
+    rows = [(c - r) / block for c in counts.tolist() for r in range(0, c, block)]
+    return torch.tensor(rows).clamp(max=1)
+
 def topology_figure(tokens: int = 4096, num_experts: int = 8, d_hidden: int = 256, block: int = 128, capacity_factor: float = 1.,
                     exponents: tuple = (0., .25, .5, .75, 1., 1.5, 2.)) -> go.Figure:
     "The hidden matrix of an expert layer as imbalance grows, beside what a fixed capacity would drop."
@@ -38,7 +42,7 @@ def topology_figure(tokens: int = 4096, num_experts: int = 8, d_hidden: int = 25
         counts = zipf_counts(tokens, E, s)
         t = topology_from_counts(counts, d_hidden, block)
         grid = torch.full((most, t.grid[1]), float("nan"))
-        grid[t.row_indices.long(), t.column_indices.long()] = (filled_rows(counts, t.shape[0], block) / block)[t.row_indices.long()].float()
+        grid[t.row_indices.long(), t.column_indices.long()] = _used(counts, block)[t.row_indices.long()]
         capacity = int(capacity_factor * tokens / E)
         dropped, padded = int((counts - capacity).clamp(min=0).sum()), t.shape[0] - tokens
         fig = make_subplots(1, 2, column_widths=[.6, .4], horizontal_spacing=.1)
