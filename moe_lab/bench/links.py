@@ -78,7 +78,9 @@ def _overlap(n, size, rounds):
     once(4, 4)
     mm, = {min(once(1, 0)[0] for _ in range(3))}
     a2a = min(once(0, 1)[1] for _ in range(3))
-    calls = max(1, round(.01 / mm)), max(1, round(.02 / a2a))          # the collectives outlast the products
+    calls = torch.tensor([max(1, round(.01 / mm)), max(1, round(.02 / a2a))], device=device)      # the collectives outlast the products
+    dist.broadcast(calls, 0)                                                                     # as many on every rank, or they wait forever
+    calls = calls.tolist()
     get = lambda i, *c: median(once(*c)[i] for _ in range(rounds))
     return dict(product=get(0, calls[0], 0), exchange=get(1, 0, calls[1]), product_beside=get(0, *calls), exchange_beside=get(1, *calls), calls=calls)
 
