@@ -43,10 +43,10 @@ def weights_config(kind: str, # "up" or "down"
     return c if tma else c | dict(LOAD="ptr", STORE="ptr")
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #2085248e
-HOPPER = {"down", "dx"}       # of up, dh, down, dx, dw
+HOPPER = {"down": 512, "dx": 512, "dw": 768}     # product: least width of its operand in row order; up and dh stay plain
 
 def _on_hopper(kind, a, tile, halves=2, bias=None):
-    if kind not in HOPPER or interpreting() or bias is not None or halves != 2 or (kind != "dw" and a.shape[1] < 512): return False
+    if interpreting() or bias is not None or halves != 2 or a.shape[1] < HOPPER.get(kind, a.shape[1] + 1): return False
     from moe_lab.experts.hopper_kernels import hopper_fits
     return hopper_fits(a, tile)
 

@@ -19,7 +19,13 @@ ENTRIES = [
     ("1 blocks of 64 rows to finish", "dH", "twice the bytes in flight a thread", "99", "69", "879 spilled registers: never again without reading the compiler's report"),
     ("1 program a tile", "dW up", "experts differ in length: the device hands out tiles better than a fixed stride", "584 against 521", "485 against 371", "right, and the more the shorter the experts"),
     ("1 program a tile", "dW down", "as dW up", "547 against 491", "454 against 325", "right"),
-    ("1 histogram in blocks", "routing metadata", "two launches: 52 us -> 35 us", "99 us", "48 us at 64 experts", "wrong: histograms of (blocks, experts) bins grow with E; ranks by a triangular product of one-hot ids came next"),
+    ("2 gathers report to the barrier", "up, pre-activation kept", "no wait for copies, three stages in flight: 550 -> 680", "605 (plain 586)", "538 (plain 512)", "a third of what was hoped; without keeping the pre-activation plain is ahead, 670 to 588"),
+    ("2 next tile's loads early", "dH", "33 us a tile -> 22 us", "426", "300", "wrong: 32 spilled registers in the finishing loop cost more than the waits did; the plain pair of kernels (420, 355) stays in use"),
+    ("2 warps of their own (Gluon)", "dW up", "ids and rows fetched ahead, stores overlapped: 598 -> 650", "632", "414 (plain 478)", "right for wide experts only"),
+    ("2 warps of their own (Gluon)", "dW down", "as dW up: 551 -> 600", "590, 607 in blocks of 32 rows", "376 (plain 441)", "right for wide experts only"),
+    ("2 ranks by tensor cores", "routing metadata", "99 us -> 35 us", "144 us", "84 us at 64 experts", "wrong: one-hot matrices cost registers, so one program a multiprocessor and two rounds; back to the histogram"),
+    ("2 whole layer, default choice", "layer", "forward at the dense limit", "589 forward (dense 569), 540 to 571 with backward (dense 637)", "393 with backward (dense 594)", "forward passes the dense products; backward lacks dH, which waits for its epilogue"),
+    ("1 histogram in blocks", "routing metadata", "two launches: 52 us -> 35 us", "99 us", "48 us at 64 experts", "wrong: histograms of (blocks, experts) bins grow with E; the probe's three kernels on chunks of 64 ids took 52"),
 ]
 
 # %% ../../nbs/experts/03z_kernel_diary.ipynb #4aab6147

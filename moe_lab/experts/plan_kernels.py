@@ -13,34 +13,21 @@ import triton.language as tl
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #f889587f
 @triton.jit
 def _ids(ids_ptr, i, N, E: tl.constexpr):
-    "Ids at positions i (-1: none or outside [0, E)), and which of them name an expert."
+    "Ids at positions i, and which of them name an expert."
     v = tl.load(ids_ptr + i, mask=i < N, other=-1)
     ok = (v >= 0) & (v < E)
-    return tl.where(ok, v, -1).to(tl.int32), ok
+    return tl.where(ok, v, 0).to(tl.int32), ok
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #834a30cc
 @triton.jit
-def _count_kernel(ids_ptr, part_ptr, rank_ptr, N, E: tl.constexpr, EP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
-    """part[program, e] = how often e stands in this program's PIECES * PIECE ids; rank[i] = how many of the same expert
-    stand before i there (for an id without an expert: how many of those). EP: E rounded up to a power of two.
-    """
-    c = tl.program_id(0)
-    e = tl.arange(0, EP)
-    j = tl.arange(0, PIECE)
-    before = (j[:, None] > j[None, :]).to(tl.float16)
-    seen = tl.zeros((EP,), tl.float32)
-    lost = 0
+def _count_kernel(ids_ptr, part_ptr, N, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr):
+    "part[program, e] = how often e stands in this program's PIECES * CHUNK ids. EP: E rounded up to a power of two."
+    hist = tl.zeros((EP,), tl.int32)
     for p in range(PIECES):
-        i = (c * PIECES + p) * PIECE + j
+        i = (tl.program_id(0) * PIECES + p) * CHUNK + tl.arange(0, CHUNK)
         v, ok = _ids(ids_ptr, i, N, E)
-        mine = v[:, None] == e[None, :]
-        count = tl.dot(before, mine.to(tl.float16)) + seen[None, :]
-        rank = tl.sum(tl.where(mine, count, 0.0), 1).to(tl.int32)
-        none = (~ok & (i < N)).to(tl.int32)
-        tl.store(rank_ptr + i, tl.where(ok, rank, lost + tl.cumsum(none, 0) - none), mask=i < N)
-        seen += tl.sum(mine.to(tl.float32), 0)
-        lost += tl.sum(none, 0)
-    tl.store(part_ptr + c * EP + e, seen.to(tl.int32))
+        hist += tl.histogram(v, EP, mask=ok)
+    tl.store(part_ptr + tl.program_id(0) * EP + tl.arange(0, EP), hist)
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #823667ea
 @triton.jit
@@ -62,32 +49,45 @@ def _tile_rows(tiles_ptr, total, start, m, M, E: tl.constexpr, TILE: tl.constexp
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #456eab78
 @triton.jit
-def _place_kernel(ids_ptr, part_ptr, rank_ptr, offsets_ptr, order_ptr, row_ptr, tiles_ptr, N, NC, M, CHUNK, E: tl.constexpr,
-                  EP: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, TB: tl.constexpr):
-    "order, row, offsets and the tile table. CHUNK: ids of a program, taken B at a time; TB: rows of the tile table it writes."
+def _place_kernel(ids_ptr, part_ptr, offsets_ptr, order_ptr, row_ptr, tiles_ptr, N, NC, M, E: tl.constexpr, EP: tl.constexpr,
+                 CHUNK: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, TB: tl.constexpr):
+    "order, row, offsets and the tile table. BLOCKS: short blocks of a chunk; TB: rows of the tile table a program writes."
     c = tl.program_id(0)
     e = tl.arange(0, EP)
     total = tl.zeros((EP,), tl.int32)
-    earlier = tl.zeros((EP,), tl.int32)
+    before = tl.zeros((EP,), tl.int32)
     for b in range(0, NC, 32):
         r = b + tl.arange(0, 32)
         h = tl.load(part_ptr + r[:, None] * EP + e[None, :], mask=(r < NC)[:, None], other=0)
         total += tl.sum(h, 0)
-        earlier += tl.sum(tl.where((r < c)[:, None], h, 0), 0)
+        before += tl.sum(tl.where((r < c)[:, None], h, 0), 0)
     start = tl.cumsum(total, 0) - total
     rows = tl.sum(total, 0)
-    if c == 0:
-        tl.store(offsets_ptr + e, start, mask=e < E)
-        tl.store(offsets_ptr + E, rows)
+    if c == 0: tl.store(offsets_ptr + e, start, mask=e < E)
+    if c == 0: tl.store(offsets_ptr + E, rows)
     if c * TB < M: _tile_rows(tiles_ptr, total, start, c * TB + tl.arange(0, TB), M, E, TILE)
-    behind = rows + tl.minimum(c * CHUNK, N) - tl.sum(earlier, 0)      # ids without an expert come after all rows, in order
-    for b in range(0, CHUNK, B):
-        i = c * CHUNK + b + tl.arange(0, B)
-        live = (i < N) & (b + tl.arange(0, B) < CHUNK)
+    # assignments without an expert stand behind all rows, in order
+    none = rows + tl.minimum(c * PIECES * CHUNK, N) - tl.sum(before, 0)
+    base = start + before
+    SHORT: tl.constexpr = CHUNK // BLOCKS
+    block = tl.arange(0, BLOCKS)[:, None]
+    short = tl.arange(0, SHORT)[None, :]
+    for p in range(PIECES):
+        i = (c * PIECES + p) * CHUNK + block * SHORT + short
         v, ok = _ids(ids_ptr, i, N, E)
-        pos = tl.where(ok, tl.gather(start + earlier, tl.maximum(v, 0), 0), behind) + tl.load(rank_ptr + i, mask=live, other=0)
-        tl.store(row_ptr + i, tl.where(ok, pos, -1), mask=live)
-        tl.store(order_ptr + pos, i, mask=live)
+        key = tl.where(ok, v, -1)
+        earlier = (tl.arange(0, SHORT)[:, None] > tl.arange(0, SHORT)[None, :])[None, :, :]
+        rank = tl.sum(((key[:, :, None] == key[:, None, :]) & earlier).to(tl.int32), 2)
+        bins = tl.reshape(block * EP + v, (CHUNK,))
+        hist = tl.reshape(tl.histogram(bins, BLOCKS * EP, mask=tl.reshape(ok, (CHUNK,))), (BLOCKS, EP))
+        where = tl.reshape(tl.cumsum(hist, 0) - hist + base[None, :], (BLOCKS * EP,))
+        pos = tl.reshape(tl.gather(where, bins, 0), (BLOCKS, SHORT)) + rank
+        lost = tl.reshape(((~ok) & (i < N)).to(tl.int32), (CHUNK,))
+        behind = tl.reshape(none + tl.cumsum(lost, 0) - lost, (BLOCKS, SHORT))
+        tl.store(row_ptr + i, tl.where(ok, pos, -1), mask=i < N)
+        tl.store(order_ptr + tl.where(ok, pos, behind), i, mask=i < N)
+        base += tl.sum(hist, 0)
+        none += tl.sum(lost, 0)
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #b5c6331b
 @triton.jit
@@ -98,23 +98,21 @@ def _tiles_kernel(offsets_ptr, tiles_ptr, M, E: tl.constexpr, EP: tl.constexpr, 
     _tile_rows(tiles_ptr, end - start, start, tl.program_id(0) * TB + tl.arange(0, TB), M, E, TILE)
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #30c3c8ca
-_PROGRAMS, _TB = 256, 64       # programs at most, rows of the tile table a program
-
-def _padded(E): return max(16, triton.next_power_of_2(E))
+_CHUNK, _PROGRAMS, _TB = 256, 256, 64     # ids of a round, programs at most, rows of the tile table a program
 
 def plan_triton(expert, num_experts, tile):
     "The Triton body of `expert_plan`: offsets, order, row, tiles."
-    (T, k), E, EP = expert.shape, num_experts, _padded(num_experts)
-    N = T * k
+    (T, k), E = expert.shape, num_experts
+    N, EP = T * k, max(2, triton.next_power_of_2(E))
     new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=expert.device)
-    M, piece = N // tile + E, min(128, max(16, 2**13 // EP))
-    pieces = max(1, triton.cdiv(N, piece * _PROGRAMS))
-    chunk = piece * pieces
-    NC = triton.cdiv(N, chunk)
-    offsets, order, row, tiles, part, rank = new(E + 1), new(N), new(T, k), new(M, 4), new(max(NC, 1), EP), new(N)
-    if NC: _count_kernel[(NC,)](expert, part, rank, N, E=E, EP=EP, PIECE=piece, PIECES=pieces, num_warps=8, num_stages=1)
-    _place_kernel[(max(NC, triton.cdiv(M, _TB)),)](expert, part, rank, offsets, order, row, tiles, N, NC, M, chunk, E=E, EP=EP, TILE=tile,
-                                                   B=min(1024, triton.next_power_of_2(chunk)), TB=_TB, num_warps=8)
+    M = N // tile + E
+    pieces = max(1, triton.cdiv(N, _CHUNK * _PROGRAMS))
+    NC = triton.cdiv(N, _CHUNK * pieces)
+    offsets, order, row, tiles, part = new(E + 1), new(N), new(T, k), new(M, 4), new(max(NC, 1), EP)
+    shared = dict(E=E, EP=EP, CHUNK=_CHUNK, PIECES=pieces, num_warps=8)
+    if NC: _count_kernel[(NC,)](expert, part, N, **shared)
+    _place_kernel[(max(NC, triton.cdiv(M, _TB)),)](expert, part, offsets, order, row, tiles, N, NC, M, TILE=tile, TB=_TB,
+                                                 BLOCKS=min(8, max(2, 1024 // EP)), **shared)
     return offsets, order, row, tiles
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #551d7603
@@ -123,5 +121,5 @@ def tiles_triton(offsets, rows, tile):
     E = offsets.shape[0] - 1
     M = rows // tile + E
     tiles = torch.empty(M, 4, dtype=torch.int32, device=offsets.device)
-    _tiles_kernel[(triton.cdiv(M, _TB),)](offsets, tiles, M, E=E, EP=_padded(E), TILE=tile, TB=_TB)
+    _tiles_kernel[(triton.cdiv(M, _TB),)](offsets, tiles, M, E=E, EP=max(2, triton.next_power_of_2(E)), TILE=tile, TB=_TB)
     return tiles
