@@ -141,17 +141,18 @@ def main(device: str = "cpu", out: str | None = None, quick: bool = False):
     shapes = [small] if not cuda else [(4096, 1024, 1024, 8, 2)] if quick else [(4096, 4096, 1408, 64, 6), big, (16384, 2048, 1024, 64, 8), (512, 2048, 1024, 64, 8)]
     ratio = [(256, 256, 512, 1), (4096, 256, 512, 1)][:2 - quick] if not cuda else [(T, 2048, 8192, 1) for T in ((1024,) if quick else (256, 2048, 8192, 32768))]
 
-    def part(name, f, *args):
-        if report.done(case := dict(part=name)): return []
+    add = lambda case, values: report.add(case, **values)
+    def part(name, f, *args, row):
+        if report.done(case := dict(part=name)): return
         print(f"-- {name}", flush=True)
-        try: rows = launch(f, W, *args, timeout=120, backend="nccl" if cuda else "gloo")[0]
-        except RankError as e: report.add(case, failed=str(e)[:500]); return []
-        report.add(case, ranks=W)
-        return rows
-    for size, algo, seconds, equal in part("exchange", run_exchange, sizes, rounds):
-        report.add(dict(bytes=size, algo=algo), seconds=seconds, equal=equal, busbw=size * (W - 1) / W / seconds)
-    for case, forward, step, diff in part("layer", run_layer, shapes, rounds) + part("switch", run_switch, ratio, rounds):
-        report.add(case, forward=forward, step=step, difference=diff)
+        try:
+            for r in launch(f, W, *args, timeout=120, backend="nccl" if cuda else "gloo")[0]: add(*row(*r))
+            report.add(case, ranks=W)
+        except RankError as e: report.add(case, failed=str(e)[:500])
+    part("exchange", run_exchange, sizes, rounds, row=lambda size, algo, t, equal: (dict(bytes=size, algo=algo), dict(seconds=t, equal=equal, busbw=size * (W - 1) / W / t)))
+    layer = lambda case, forward, step, diff: (case, dict(forward=forward, step=step, difference=diff))
+    part("layer", run_layer, shapes, rounds, row=layer)
+    part("switch", run_switch, ratio, rounds, row=layer)
 
 # %% ../../nbs/bench/05_alltoall.ipynb #5ac2f7d2
 #| eval: false
