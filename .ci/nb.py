@@ -134,6 +134,8 @@ def asserted(book):
         return direct.union(*(comes_from.get(n, ()) for n in direct))
     def binds(statement):
         bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):     # it may write to its arguments
+            bound |= {a.id for a in statement.value.args if isinstance(a, ast.Name)}
         return bound | ({statement.name} if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else set())
     def checks(node):
         if isinstance(node, ast.Assert): return True
