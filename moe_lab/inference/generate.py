@@ -9,6 +9,7 @@ __all__ = ['Sampling', 'choose', 'GPTDecoder', 'HFDecoder', 'decoder', 'stream',
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -84,6 +85,7 @@ class HFDecoder:
         limit = getattr(model.config, "max_position_embeddings", None)
         if limit is not None and size > limit: raise ValueError(f"prompt and continuation need {size} positions, the model has {limit}")
         self.model, self.vocab, self.cache = model.eval(), model.config.vocab_size, None
+        self.name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"      # transformers renamed it
 
     def start(self, ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
         S, n = mask_BS.shape[1], mask_BS.sum(1)
@@ -97,8 +99,8 @@ class HFDecoder:
         return self._run(ids_B[:, None], (self.mask.sum(1) - 1)[:, None])
 
     def _run(self, ids, positions):
-        out = self.model(input_ids=ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache, use_cache=True)
-        self.cache = out.past_key_values
+        out = self.model(input_ids=ids, attention_mask=self.mask, position_ids=positions, use_cache=True, **{self.name: self.cache})
+        self.cache = out[self.name]
         return out.logits[:, -1]
 
 # %% ../../nbs/inference/03_generate.ipynb #3fb6132d
