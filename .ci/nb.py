@@ -126,7 +126,7 @@ def stale(stored, fresh):
 def asserted(book):
     """The names that some assertion of a notebook rests on: named in it, or used to make what it names.
 
-    What is exported may also speak through the exported functions that use it.
+    Exported classes and constants may also speak through the exported functions that use them; functions may not.
     """
     comes_from, found = {}, set()     # name -> the names it was made from
     def names(tree):
@@ -146,7 +146,7 @@ def asserted(book):
         if c.cell_type != "code": continue
         kind = exported if re.search(r"^#\|\s*exports?\b", c.source, re.M) else rest
         kind += ast.parse(re.sub(r"^\s*[%!].*$", "", c.source, flags=re.M)).body
-    made = set().union(*map(binds, exported))
+    made = set().union(*(binds(s) for s in exported if isinstance(s, (ast.ClassDef, ast.Assign, ast.AnnAssign))))
     for statement in exported * 4:      # several times: a function may use what is defined after it
         for n in binds(statement): comes_from[n] = comes_from.get(n, set()) | names(statement) & made
     for statement in rest:
