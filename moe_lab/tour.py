@@ -151,7 +151,7 @@ def draw(rows: list[Row], logs: dict[str, list[dict]], probe: Probe, model: GPT,
     "The page of a tour: `model` is the top-1 model, whose routing is shown."
     from moe_lab.viz import tour as viz
     parts = [f"<p>{about}</p>"] + [f'<p class="warn">{w}</p>' for w in warnings]
-    parts += [viz.table(HEAD, [r.cells() for r in rows]), "<p>Equal tokens, equal active compute for each token, one seed. The experts' variants cannot be ranked by one run; that they beat the dense model can be seen.</p>"]
+    parts += [viz.table(HEAD, [r.cells() for r in rows]), "<p>Equal tokens, equal active compute for each token, one seed: a first look, no ranking.</p>"]
     if study := stored_study():
         parts += ["<h2>Three seeds, and each variant at its best rate</h2>", _study_table(study),
                   f"<p>Mean and standard deviation of the validation loss over three seeds, run once ({study['where']}). The rate was chosen with another seed on other held-out text.</p>"]
