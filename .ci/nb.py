@@ -6,7 +6,7 @@
     python .ci/nb.py check nbs/core/01_types.ipynb ...   # run again and say where the stored outputs differ
     python .ci/nb.py readme                              # README.md from nbs/index.ipynb
 """
-import ast, base64, copy, json, math, re, subprocess, sys, tempfile
+import ast, base64, copy, json, math, os, re, subprocess, sys, tempfile
 from pathlib import Path
 
 import nbformat
@@ -23,12 +23,13 @@ def execute(nb, cwd, timeout=600):
     "A copy of `nb` with fresh outputs; cells that `KEEPS` matches are left as they are."
     from nbclient import NotebookClient
     run = copy.deepcopy(nb)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}     # a notebook chooses by itself
     code = [c for c in run.cells if c.cell_type == "code"]
     for c in code:
         if KEEPS.search(c.source) or "nbdev_export()" in c.source: c.metadata["tags"] = ["skip-execution"]
     kept = {c.id: c.outputs for c in code if "tags" in c.metadata}
     NotebookClient(run, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(cwd)}},
-                   skip_cells_with_tag="skip-execution", store_widget_state=False).execute()
+                   skip_cells_with_tag="skip-execution", store_widget_state=False).execute(env=env)
     run.metadata.pop("widgets", None)   # ids are random, and a page has no kernel: what it shows are frames
     for c in code:
         c.metadata.pop("tags", None)

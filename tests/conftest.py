@@ -1,8 +1,14 @@
 """Marks (slow runs only with --slow, gpu and gpu2 only where the devices are), the ranks, and what runs beside what under `-n`."""
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
+
+# Kernels run in Triton's interpreter where there is no GPU. It must be chosen before any test file imports triton.
+if not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 
 # The same examples on every run: a failure is one that anybody can see again.
@@ -14,7 +20,6 @@ def pytest_addoption(parser): parser.addoption("--slow", action="store_true", he
 
 
 def pytest_collection_modifyitems(config, items):
-    import torch
     gpus = torch.cuda.device_count()
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
