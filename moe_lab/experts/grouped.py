@@ -61,58 +61,74 @@ def _(expert, num_experts, tile):
     return new(num_experts + 1), new(T * k), new(T, k), new(T * k // tile + num_experts, 4)
 
 # %% ../../nbs/experts/03_grouped.ipynb #a1501a50
-def _by_expert(offsets):
-    "(expert, its rows as a slice), for experts that have any."
-    o = offsets.tolist()
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(o, o[1:])) if b > a]
+def _runs(offsets, rows=512):
+    "Experts in runs of at least `rows` rows: (experts, their rows, rows of each). Long enough for vector units, short enough for caches."
+    o, runs, first = offsets.tolist(), [], 0
+    for e in range(1, len(o)):
+        if o[e] - o[first] >= rows or e == len(o) - 1:
+            runs.append((slice(first, e), slice(o[first], o[e]), [b - a for a, b in zip(o[first:e], o[first + 1:e + 1])]))
+            first = e
+    return runs
 
-def _sum_rows(rows_RD, row):
-    "Each token's sum over its rows, in float32 or wider; (T,D)."
-    wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])      # dropped: row -1, a row of zeros
-    return rows_RD[row.long()].sum(1, dtype=wide).to(rows_RD.dtype)
+def _products(a, b, out):
+    "a @ b for each expert of a run; nothing times nothing is 0, so an idle expert's weight gradient is exactly 0."
+    for x, y, z in zip(a, b, out): torch.mm(x, y, out=z)
+
+def _wide(dtype): return torch.promote_types(dtype, torch.float32)
+
+def _repeat(bias, n): return bias.repeat_interleave(torch.tensor(n, device=bias.device), 0)
 
 # %% ../../nbs/experts/03_grouped.ipynb #a64f88fa
 def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row, activation):
-    act, parts = get_activation(activation), _by_expert(offsets)
-    R = x.shape[0] if order is None else order.shape[0]
-    if order is not None:
-        rows = x[order.long() // row.shape[1]]
-        scale = weight.reshape(-1)[order.long(), None]
-    else: rows, scale = x, None
-    pre, y = x.new_zeros(R, up.shape[1]), x.new_zeros(R, down.shape[1])
-    for e, at in parts:
-        pre[at] = rows[at] @ up[e].t() if up_bias is None else torch.addmm(up_bias[e], rows[at], up[e].t())
-        h = act.forward(pre[at])
-        if scale is not None: h = (h * scale[at]).to(h.dtype)
-        y[at] = h @ down[e].t()
-        if down_bias is not None: y[at] += down_bias[e] if scale is None else (down_bias[e] * scale[at]).to(y.dtype)
-    return (y if row is None else _sum_rows(y, row)), pre
+    act, R = get_activation(activation), (x if order is None else order).shape[0]
+    pre, y = x.new_empty(R, up.shape[1]), x.new_zeros(x.shape, dtype=_wide(x.dtype))
+    if order is not None: token, scale = order.long() // row.shape[1], weight.reshape(-1)[order.long(), None]
+    for experts, at, n in _runs(offsets):
+        rows, p = x[at] if order is None else x.index_select(0, token[at]), pre[at]
+        _products(rows.split(n), up[experts].mT, p.split(n))
+        if up_bias is not None: p += _repeat(up_bias[experts], n)
+        h, out = act.forward(p), x.new_empty(rows.shape)
+        if order is not None: h.mul_(scale[at])
+        _products(h.split(n), down[experts].mT, out.split(n))
+        if down_bias is not None: out += _repeat(down_bias[experts], n) * (1 if order is None else scale[at])
+        if order is None: y[at] = out
+        else: y.index_add_(0, token[at], out.to(y.dtype))
+    pre[at.stop:] = 0
+    return y.to(x.dtype), pre
 
 # %% ../../nbs/experts/03_grouped.ipynb #12a0e68f
 def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation, needs):
-    act, parts = get_activation(activation), _by_expert(offsets)
+    act, wide = get_activation(activation), _wide(x.dtype)
+    d_up, d_down, d_up_bias, d_down_bias = (None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+                                            for t in (up, down, up_bias, down_bias))
+    d_x = x.new_zeros(x.shape, dtype=wide)
     if order is not None:
-        token = order.long() // row.shape[1]
-        rows, g, scale = x[token], dy[token], weight.reshape(-1)[order.long(), None]
-    else: rows, g, scale = x, dy, torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device).expand(x.shape[0], 1)
-    d_up, d_down = (torch.zeros_like(t, memory_format=torch.contiguous_format) if n else None for t, n in zip((up, down), needs[1:]))
-    d_up_bias, d_down_bias = (None if b is None else torch.zeros_like(b) for b in (up_bias, down_bias))
-    d_rows, d_scale = torch.zeros_like(rows), scale.new_zeros(rows.shape[0])
-    for e, at in parts:
-        h, gw, s = act.forward(pre[at]), g[at] @ down[e], scale[at]
-        d_pre = act.backward(pre[at], (gw * s).to(gw.dtype))
-        d_scale[at] = (gw.to(s.dtype) * h).sum(1)
-        if needs[0]: d_rows[at] = d_pre @ up[e]
-        if needs[1]: d_up[e] = d_pre.t() @ rows[at]
-        if needs[2]: d_down[e] = g[at].t() @ (h * s).to(h.dtype)
-        if up_bias is not None: d_up_bias[e] = d_pre.sum(0, dtype=s.dtype)
+        token, scale = order.long() // row.shape[1], weight.reshape(-1)[order.long(), None]
+        d_scale = torch.zeros_like(scale, dtype=wide)
+    for experts, at, n in _runs(offsets):
+        rows, g = (x[at], dy[at]) if order is None else (t.index_select(0, token[at]) for t in (x, dy))
+        p, dh = pre[at], g.new_empty(g.shape[0], down.shape[2])
+        _products(g.split(n), down[experts], dh.split(n))
+        h = act.forward(p)
+        if order is not None:
+            d_scale[at] = (dh.to(wide) * h).sum(1, keepdim=True)
+            if down_bias is not None: d_scale[at] += (g.to(wide) * _repeat(down_bias[experts], n)).sum(1, keepdim=True)
+            h.mul_(scale[at]); dh.mul_(scale[at])
+        d_pre = act.backward(p, dh)
+        if needs[1]: _products(d_pre.mT.split(n, 1), rows.split(n), d_up[experts])
+        if needs[2]: _products(g.mT.split(n, 1), h.split(n), d_down[experts])
+        if up_bias is not None: d_up_bias[experts] = torch.stack([t.sum(0, dtype=wide) for t in d_pre.split(n)]).to(x.dtype)
         if down_bias is not None:
-            d_scale[at] += (g[at] * down_bias[e]).sum(1, dtype=s.dtype)
-            d_down_bias[e] = (g[at] * s).sum(0)
-    if order is None: return d_rows if needs[0] else None, None, d_up, d_down, d_up_bias, d_down_bias
-    d_weight = torch.where(row >= 0, d_scale[row.clamp(min=0).long()], 0).to(weight.dtype)
-    return _sum_rows(d_rows, row) if needs[0] else None, d_weight, d_up, d_down, d_up_bias, d_down_bias
+            gs = g if order is None else g * scale[at]
+            d_down_bias[experts] = torch.stack([t.sum(0, dtype=wide) for t in gs.split(n)]).to(x.dtype)
+        if needs[0]:
+            d_rows = rows.new_empty(rows.shape)
+            _products(d_pre.split(n), up[experts], d_rows.split(n))
+            if order is None: d_x[at] = d_rows
+            else: d_x.index_add_(0, token[at], d_rows.to(wide))
+    d_weight = None if order is None else torch.where(row >= 0, d_scale[row.clamp(min=0).long(), 0], 0).to(weight.dtype)
+    d_x, d_up, d_down = (t if n else None for t, n in zip((d_x.to(x.dtype), d_up, d_down), needs))
+    return d_x, d_weight, d_up, d_down, d_up_bias, d_down_bias
 
 # %% ../../nbs/experts/03_grouped.ipynb #f6a99c64
 @torch.library.custom_op("moe_lab::experts", mutates_args=())

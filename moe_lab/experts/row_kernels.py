@@ -26,6 +26,8 @@ def act_forward(g, u, ACT: tl.constexpr):
     if ACT == "swiglu": h = g * tl.sigmoid(g) * u
     elif ACT == "geglu": h = g * _phi(g) * u
     elif ACT == "gelu": h = g * _phi(g)
+    elif ACT == "silu": h = g * tl.sigmoid(g)
+    elif ACT == "relu": h = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == "relu2":
         r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         h = r * r
@@ -49,6 +51,11 @@ def act_backward(g, u, dh, ACT: tl.constexpr):
     elif ACT == "gelu":
         cdf = _phi(g)
         h, dg, du = g * cdf, dh * (cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327), dh
+    elif ACT == "silu":
+        s = tl.sigmoid(g)
+        h, dg, du = g * s, dh * (s + g * s - g * s * s), dh
+    elif ACT == "relu":
+        h, dg, du = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(g > 0.0, dh, 0.0), dh
     elif ACT == "relu2":
         r = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         h, dg, du = r * r, 2.0 * r * dh, dh
