@@ -21,7 +21,7 @@ class Cost:
 
     `tokens_per_second` (G,) or a number: expert tokens a device computes, forward and backward together;
     `token_bytes` a token's row on the wire [B]; `expert_bytes` an expert's gradients [B]; `sends` token rows sent for each
-    routed token (2 all-to-alls forward, 2 backward); `memory` bytes of a device for experts, `copy_bytes` of one copy.
+    routed token (2 all-to-alls forward, 2 backward).
     """
     cluster: Cluster
     tokens_per_second: np.ndarray | float
