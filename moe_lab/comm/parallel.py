@@ -16,8 +16,8 @@ from ..cluster.groups import Grid
 from .alltoall import all_to_all_v, exchange, flexible, flexible_back, move_blocks, share
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.dispatch import decode, encode
-from ..experts.layer import Experts
-from ..routing.capacity import capacity_for, drop_priority, fill_lost
+from ..experts.layer import Experts, with_capacity
+from ..routing.capacity import capacity_for
 
 # %% ../../nbs/comm/02_parallel.ipynb #ae9bc9b8
 def travel(rows: Tensor, # (R, D) in expert order; those past counts.sum() stay at home
@@ -74,12 +74,9 @@ class ExpertParallel:
 
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, Dispatch | None]:
         if self.capacity_factor is None: return self._dropless(x_TD, r, experts), None
-        E, D = r.num_experts, x_TD.shape[1]
+        through = lambda z: flexible_back(experts(flexible(z, self.grid, self.algo)), len(z), self.grid, self.algo)
         C = capacity_for(r, self.capacity_factor, self.rule, self.multiple, self.grid.flat)
-        d = dispatch(r.expert, E, C, drop_priority(r, self.policy))
-        z = flexible(encode(x_TD, d).view(E, C, D), self.grid, self.algo)        # (E_g, W*C, D)
-        z = flexible_back(experts(z), E, self.grid, self.algo)
-        return fill_lost(decode(z.flatten(0, 1), d, r.weight), x_TD, d, self.lost), d
+        return with_capacity(x_TD, r, C, through, self.policy, self.lost)
 
     def _dropless(self, x_TD, r, experts):
         d = dispatch(r.expert, r.num_experts)

@@ -21,8 +21,8 @@ from .parallel import travel
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.activation import get_activation
 from ..experts.dispatch import decode, encode
-from ..experts.layer import Experts
-from ..routing.capacity import capacity_for, drop_priority, fill_lost
+from ..experts.layer import Experts, with_capacity
+from ..routing.capacity import capacity_for
 
 # %% ../../nbs/comm/02b_switch.ipynb #b4335b3c
 def cut(name: str, p: Tensor, part: int, parts: int, halves: int) -> Tensor:
@@ -201,12 +201,10 @@ class Switchable:
 
     def at(self, x_TD: Tensor, routing: Routing, experts: Slices, C: int) -> tuple[Tensor, Dispatch]:
         "The layer with C rows for each expert; C is the same on all ranks."
-        E, r, s = routing.num_experts, self.r, self.slices(routing.num_experts)
-        weights = self.weights(experts, E)
-        d = dispatch(routing.expert, E, C, drop_priority(routing, self.policy))
-        z = encode(x_TD, d).view(E, C, x_TD.shape[1])
-        z = _padded(z, lambda z: self.through(z, experts, weights), r, s // r) if r else functional_call(experts, weights, (z,))
-        return fill_lost(decode(z.flatten(0, 1), d, routing.weight), x_TD, d, self.lost), d
+        r, s = self.r, self.slices(routing.num_experts)
+        weights = self.weights(experts, routing.num_experts)
+        def f(z): return _padded(z, lambda z: self.through(z, experts, weights), r, s // r) if r else functional_call(experts, weights, (z,))
+        return with_capacity(x_TD, routing, C, f, self.policy, self.lost)
 
     def through(self, z: Tensor, experts: Slices, weights: dict[str, Tensor]) -> Tensor:
         "Padded rows to their experts' ranks and back."
