@@ -24,6 +24,11 @@ def expert_parameters(model: nn.Module) -> dict[nn.Parameter, Grid]:
     grids = ((m, getattr(getattr(m, "exchange", None), "grid", None)) for m in model.modules())
     return {p: g for m, g in grids if g is not None for p in m.experts.parameters()}
 
+# %% ../../nbs/comm/02a_gradients.ipynb #54ebe81e
+def _replicated(model):
+    "Layers whose experts have copies one by one, in the same order on every rank."
+    return [m for m in model.modules() if hasattr(getattr(m, "exchange", None), "join_replicas")]
+
 # %% ../../nbs/comm/02a_gradients.ipynb #20140bae
 def _sum_over(grads: list[Tensor], group, divide: int):
     "Each gradient becomes its sum over the group / divide; one collective a dtype."
@@ -52,6 +57,7 @@ def reduce_gradients(model: nn.Module,
     groups = {}
     for p in params: groups.setdefault(experts[p].copies if p in experts else dist.group.WORLD, []).append(p.grad)
     for group, grads in groups.items(): _sum_over(grads, group, W)
+    for m in _replicated(model): m.exchange.join_replicas(m.experts)
 
 # %% ../../nbs/comm/02a_gradients.ipynb #6142876c
 def ddp(model: nn.Module, **kwargs) -> DistributedDataParallel:
@@ -88,12 +94,15 @@ def grad_norm(model: nn.Module, norm_type: float = 2.) -> Tensor: # scalar, the 
     "The norm of all gradients of all ranks, each distinct one counted once; after `reduce_gradients`. All ranks call it."
     if not norm_type > 0: raise ValueError(f"norm_type must be > 0, got {norm_type}")
     experts, total = expert_parameters(model), torch.zeros((), dtype=torch.float64, device=rank_device())
+    rows = {p: m.exchange.copies(m.experts) for m in _replicated(model) for p in m.experts.parameters()}
     for p in model.parameters():
         if p.grad is None: continue
         g = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        if not g.numel(): continue
         wide = torch.promote_types(g.dtype, torch.float32)
-        if math.isinf(norm_type): total = torch.maximum(total, g.abs().amax().double()) if g.numel() else total
-        else: total += torch.linalg.vector_norm(g, norm_type, dtype=wide).double() ** norm_type / _holders(p, experts)
+        if math.isinf(norm_type): total = torch.maximum(total, g.abs().amax().double()); continue
+        g, holders = (g.flatten(1), rows[p].to(g.device)) if p in rows else (g.flatten(), _holders(p, experts))
+        total += (torch.linalg.vector_norm(g, norm_type, dim=-1, dtype=wide).double() ** norm_type / holders).sum()
     dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
@@ -111,10 +120,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.) -> 
 def check_copies(model: nn.Module):
     "ValueError on every rank when a parameter or buffer that ranks share is not the same bits on all of them."
     experts, mine = expert_parameters(model), {}
+    rows = {p: m.experts.ids for m in _replicated(model) for p in m.experts.parameters()}
+    digest = lambda t: hashlib.sha256(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
     for n, p in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(p, DTensor): continue
-        bits = p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        mine[n] = (experts[p].rank if p in experts else None, hashlib.sha256(bits).hexdigest())
+        if p in rows: mine |= {f"{n}, expert {e},": (None, digest(row)) for e, row in zip(rows[p], p)}
+        else: mine[n] = (experts[p].rank if p in experts else None, digest(p))
     all = [None] * dist.get_world_size()
     dist.all_gather_object(all, mine)
     first, wrong = {}, []
