@@ -50,6 +50,13 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
+def gpus():
+    "A rank on each of two GPUs, through NCCL; tests that use it are marked gpu2."
+    from moe_lab.cluster.launch import Pool
+    with Pool(2, timeout=60, backend="nccl") as pool: yield pool
+
+
+@pytest.fixture(scope="session")
 def ranks8():
     "Eight gloo ranks, for slow tests."
     from moe_lab.cluster.launch import Pool

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from moe_lab.cluster.groups import grid
+from moe_lab.cluster.launch import rank_device
 from moe_lab.comm.alltoall import Wire, all_to_all, all_to_all_v, cost, flexible, flexible_back, share, stride_order, two_dh
 
 GRIDS = {2: [dict(node=2, gpu=1), dict(node=1, gpu=2)], 3: [dict(node=1, gpu=3)], 4: [dict(node=2, gpu=2), dict(dc=2, node=2, gpu=1)],
@@ -23,17 +24,17 @@ def reference(x, send=None, recv=None):
 
 def even(W):
     "Each grid, algorithm, size and dtype, against the collective; returns how many were compared."
-    done = 0
+    done, device = 0, rank_device()
     for sizes in GRIDS[W]:
         g = grid(**sizes)
         for rows, D, dtype in [(W, 3, torch.float32), (3 * W, 5, torch.bfloat16), (0, 4, torch.float16), (2 * W, 0, torch.float32),
                                (W, 1, torch.int64), (5 * W, 2, torch.bool), (W, 7, torch.float64)]:
-            x = (torch.randn(rows, D) * 8 + dist.get_rank()).to(dtype)
+            x = (torch.randn(rows, D) * 8 + dist.get_rank()).to(device, dtype)
             y = reference(x)
             for algo in algorithms(g): assert torch.equal(all_to_all(x, g, algo), y), (sizes, algo, rows, dtype); done += 1
-        x = torch.randn(2 * W, 6).t().contiguous().t()                          # not contiguous
+        x = torch.randn(2 * W, 6, device=device).t().contiguous().t()                          # not contiguous
         for algo in algorithms(g): assert torch.equal(all_to_all(x, g, algo, check=False), reference(x)); done += 1
-        x = torch.randn(W, 4).to(torch.float8_e4m3fn)                           # D05: gloo knows no fp8
+        x = torch.randn(W, 4).to(device, torch.float8_e4m3fn)                           # D05: gloo knows no fp8
         for algo in algorithms(g): assert torch.equal(all_to_all(x, g, algo).view(torch.uint8), reference(x.view(torch.uint8))); done += 1
     return done
 
@@ -50,9 +51,9 @@ def uneven(W, seeds):
                 idle = rnd.randrange(W)                                        # a rank that gets nothing
                 for row in sends: row[idle] = 0
             recv = [row[r] for row in sends]
-            x = torch.stack([torch.full((sum(sends[r]),), r), torch.arange(sum(sends[r]))], 1).double().requires_grad_()
+            x = torch.stack([torch.full((sum(sends[r]),), r), torch.arange(sum(sends[r]))], 1).to(rank_device(), torch.float64).requires_grad_()
             y = reference(x.detach(), sends[r], recv)
-            w = torch.randn(y.shape, dtype=torch.float64)
+            w = torch.randn(y.shape, dtype=torch.float64, device=y.device)
             gx = reference(w, recv, sends[r])                                   # gradients go back the way rows came
             for algo in algorithms(g):
                 z, back = all_to_all_v(x, torch.tensor(sends[r]) if seed % 2 else sends[r], g, algo)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_lab.cluster.groups import grid
-from moe_lab.cluster.launch import RankError, step
+from moe_lab.cluster.launch import RankError, rank_device, step
 from moe_lab.comm.checkpoint import export_safetensors, import_safetensors, load, pieces, save, steps
 from moe_lab.comm.gradients import check_copies, clip_grad_norm, ddp, distinct_seed, expert_parameters, fsdp, grad_norm, reduce_gradients
 from moe_lab.comm.parallel import ExpertParallel
@@ -33,10 +33,10 @@ def differences(make_exchange, E, tokens, k=2, mask=False, capacity_factor=None,
     "Largest difference to one process in output, input gradient, router and expert gradients."
     r, W, k = dist.get_rank(), dist.get_world_size(), min(k, E)
     ex = make_exchange()
-    build = lambda exchange: (torch.manual_seed(1), MoE(D, F, E, k, exchange=exchange, bias=True, **kw).to(f64))[1]
+    build = lambda exchange: (torch.manual_seed(1), MoE(D, F, E, k, exchange=exchange, bias=True, **kw).to(rank_device(), f64))[1]
     moe, one = build(ex), build(Local())
     torch.manual_seed(2)
-    xs, ws, masks = ([f(t) for t in tokens] for f in (lambda t: torch.randn(t, D, dtype=f64), lambda t: torch.randn(t, D, dtype=f64), lambda t: torch.rand(t) > .4))
+    xs, ws, masks = ([f(t).to(rank_device()) for t in tokens] for f in (lambda t: torch.randn(t, D, dtype=f64), lambda t: torch.randn(t, D, dtype=f64), lambda t: torch.rand(t) > .4))
     use = lambda i: masks[i] if mask else None
     x = xs[r].clone().requires_grad_()
     y, aux = moe(x, use(r))
@@ -141,18 +141,18 @@ class Model(nn.Module):
         return self.out(x).pow(2).sum()
 
 
-def trained(how, ep, steps=3, clip=.5):
-    "Parameters' sums and norms after some steps with clipping; equal for any wrapper and any number of ranks."
+def trained(how, ep, steps=3, clip=.5, batches=4):
+    "Norms of some steps with clipping; equal for any wrapper on `batches` ranks and, how='one', for one process."
     W, r = dist.get_world_size() if dist.is_initialized() else 1, dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
-    model = Model(None if how == "one" else ExpertParallel(grid(ep=ep))).to(f64)
+    model = Model(None if how == "one" else ExpertParallel(grid(ep=ep))).to(rank_device(), f64)
     wrapped = {"ddp": ddp, "fsdp": fsdp}.get(how, lambda m: m)(model)
     opt, norms = torch.optim.AdamW(wrapped.parameters(), lr=.05), []
     torch.manual_seed(1)
     for _ in range(steps):
-        x = torch.randn(12, 6, dtype=f64)
+        x = torch.randn(12, 6, dtype=f64).to(rank_device())
         opt.zero_grad()
-        (wrapped(x) / 4 if how == "one" else wrapped(x.view(W, -1, 6)[r])).backward()
+        (wrapped(x) / batches if how == "one" else wrapped(x.view(W, -1, 6)[r])).backward()
         if how == "one": norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         else:
             reduce_gradients(wrapped, dense=how == "plain")
@@ -226,9 +226,9 @@ def fill(model):
             for e, row in zip(model.moe.experts.ids, p): row.fill_(e + 1)
     return model
 
-def save_filled(root, E, n): save(root, n, fill(One(E, ExpertParallel(grid()))))
+def save_filled(root, E, n): save(root, n, fill(One(E, ExpertParallel(grid())).to(rank_device())))
 def load_values(root, E, make, n):
-    model = One(E, make()); load(root, model, step=n)
+    model = One(E, make()).to(rank_device()); load(root, model, step=n)
     return [(list(model.moe.experts.ids), [sorted(set(p[i].flatten().tolist())) for p in model.moe.experts.parameters() for i in range(len(p))])]
 
 @pytest.mark.parametrize("W,E,W2", [(4, 4, 1), (3, 5, 4), (2, 6, 3)])
@@ -282,13 +282,13 @@ def test_missing_and_extra_tensors_are_named(tmp_path):                         
 
 def step_with_a_death(where, root):
     "One training step in which rank 1 is killed in the forward or backward pass, inside the expert computation."
-    m = Model(ExpertParallel(grid()))
+    m = Model(ExpertParallel(grid())).to(rank_device())
     load(root, m)
     die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
         if where == "forward": m.b.experts.register_forward_pre_hook(die)
         else: m.b.experts.up.register_hook(die)
-    step("forward"); loss = m(torch.ones(4, 6))
+    step("forward"); loss = m(torch.ones(4, 6, device=rank_device()))
     step("backward"); loss.backward()
     step("save"); save(root, 2, m)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from moe_lab.cluster.groups import grid
-from moe_lab.cluster.launch import RankError
+from moe_lab.cluster.launch import RankError, rank_device
 from moe_lab.comm.pipeline import Adaptive, Choice, Dictionary, Pipelined, pipelined, search, trials
 from moe_lab.comm.switch import Switchable
 from moe_lab.experts.layer import MoE
@@ -17,9 +17,9 @@ def _layer(E, r, tokens, f, degree, algo, frozen):
     me, sizes, out = dist.get_rank(), dict(node=2, gpu=2) if dist.get_world_size() == 4 else {}, []
     for ex in (Switchable(grid(**sizes), r, f, algo=algo), Pipelined(grid(**sizes), r, f, degree=degree, algo=algo)):
         torch.manual_seed(5)
-        moe = MoE(6, 4, E, min(2, E), exchange=ex).double()
+        moe = MoE(6, 4, E, min(2, E), exchange=ex).to(rank_device(), torch.float64)
         if frozen: moe.experts.down.requires_grad_(False)
-        x = torch.randn(tokens[me], 6, dtype=torch.float64, generator=torch.Generator().manual_seed(me)).requires_grad_()
+        x = torch.randn(tokens[me], 6, dtype=torch.float64, generator=torch.Generator().manual_seed(me)).to(rank_device()).requires_grad_()
         y, aux = moe(x)
         (y.square().sum() + aux.balance).backward()
         out.append([y, x.grad, *(p.grad for p in moe.parameters()), aux.dropped])
