@@ -29,7 +29,7 @@ def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     e = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
     at = e * C + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[e]
     z = rows.new_zeros(len(counts) * C, rows.shape[1]).index_copy(0, at, rows)
-    return experts(z.view(len(counts), C, -1)).flatten(0, 1).index_select(0, at)
+    return experts(z.view(len(counts), C, rows.shape[1])).flatten(0, 1).index_select(0, at)
 
 
 def block_sparse(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
