@@ -7,15 +7,13 @@ __all__ = ['WEIGHTS_CONFIG', 'weights_hopper']
 
 # %% ../../nbs/experts/03f_hopper_weights_kernels.ipynb #dc51a260
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
-from .hopper_kernels import _tile_mn
+from .hopper_kernels import _tile_mn, ragged
 
 # %% ../../nbs/experts/03f_hopper_weights_kernels.ipynb #12776864
 @gluon.jit
@@ -56,11 +54,9 @@ def _producer(g_ptr, c_desc, order_ptr, offsets_ptr, g_smem, c_smem, full, empty
 # %% ../../nbs/experts/03f_hopper_weights_kernels.ipynb #fcc27ed7
 @gluon.jit
 def _consumer(offsets_ptr, g_smem, c_smem, o_smem, full, empty, o_full, o_empty, E, GW: gl.constexpr, CW: gl.constexpr, SWAP: gl.constexpr,
-              BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr):
+              BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
     TILES: gl.constexpr = (GW + BM - 1) // BM * ((CW + BN - 1) // BN)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BN, 16])
-    OUT: gl.constexpr = [BN, BM] if SWAP else [BM, BN]
-    whole = o_smem._reinterpret(o_smem.dtype, OUT, gl.NVMMASharedLayout.get_default_for(OUT, o_smem.dtype))
     it = 0
     i = 0
     for t in range(gl.program_id(0), E * TILES, gl.num_programs(0)):
@@ -69,7 +65,7 @@ def _consumer(offsets_ptr, g_smem, c_smem, o_smem, full, empty, o_full, o_empty,
         for r in range(r0, r1, BK):
             s = it % STAGES
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
-            if FENCE: fence_async_shared()
+            fence_async_shared()
             acc = warpgroup_mma(g_smem.index(s).permute([1, 0]), c_smem.index(s).reshape([BK, BN]), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             if r > r0: mbarrier.arrive(empty.index((it - 1) % STAGES))
@@ -77,51 +73,38 @@ def _consumer(offsets_ptr, g_smem, c_smem, o_smem, full, empty, o_full, o_empty,
         acc = warpgroup_mma_wait(0, deps=[acc])
         if r1 > r0: mbarrier.arrive(empty.index((it - 1) % STAGES))
         mbarrier.wait(o_empty, (i & 1) ^ 1)
-        if SWAP: whole.permute([1, 0]).store(acc.to(o_smem.dtype))
-        else: whole.store(acc.to(o_smem.dtype))
+        if SWAP: o_smem.reshape([BN, BM]).permute([1, 0]).store(acc.to(o_smem.dtype))
+        else: o_smem.reshape([BM, BN]).store(acc.to(o_smem.dtype))
+        fence_async_shared()
         mbarrier.arrive(o_full)
         i += 1
 
 # %% ../../nbs/experts/03f_hopper_weights_kernels.ipynb #74957c38
 @gluon.jit
-def _finisher(o_smem, o_full, o_empty, out_ptr, E, GW: gl.constexpr, CW: gl.constexpr, SWAP: gl.constexpr, BM: gl.constexpr,
-              BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr):
+def _finisher(o_smem, o_full, o_empty, out_desc, E, GW: gl.constexpr, CW: gl.constexpr, SWAP: gl.constexpr, BM: gl.constexpr,
+              BN: gl.constexpr, GROUP: gl.constexpr):
     MT: gl.constexpr = (GW + BM - 1) // BM
     NT: gl.constexpr = (CW + BN - 1) // BN
-    H: gl.constexpr = CW if SWAP else GW                  # the output is (E, H, W), a tile of it (TH, TW)
-    W: gl.constexpr = GW if SWAP else CW
-    TH: gl.constexpr = BN if SWAP else BM
-    TW: gl.constexpr = BM if SWAP else BN
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i = 0
     for t in range(gl.program_id(0), E * (MT * NT), gl.num_programs(0)):
-        e = t // (MT * NT)
         m, n = _tile_mn(t % (MT * NT), MT, NT, GROUP)
-        if SWAP: row0, col0 = n * TH, m * TW
-        else: row0, col0 = m * TH, n * TW
         mbarrier.wait(o_full, i & 1)
-        for j in range(TH // RB * (TW // 64)):
-            v = o_smem.index(j).load(L)
-            row = row0 + j % (TH // RB) * RB
-            col = col0 + j // (TH // RB) * 64
-            rows = gl.arange(0, RB, gl.SliceLayout(1, L))
-            cols = gl.arange(0, 64, gl.SliceLayout(0, L))
-            start = (e.to(gl.int64) * H + row) * W + col
-            gl.store(out_ptr + start + rows[:, None] * W + cols[None, :], v, mask=(rows < H - row)[:, None] & (cols < W - col)[None, :])
+        if SWAP: tma.async_copy_shared_to_global(out_desc, [t // (MT * NT), n * BN, m * BM], o_smem)
+        else: tma.async_copy_shared_to_global(out_desc, [t // (MT * NT), m * BM, n * BN], o_smem)
+        tma.store_wait(0)
         mbarrier.arrive(o_empty)
         i += 1
 
 # %% ../../nbs/experts/03f_hopper_weights_kernels.ipynb #61a2478e
 @gluon.jit
-def _weights_hopper_kernel(g_ptr, c_desc, order_ptr, offsets_ptr, out_ptr, E, GW: gl.constexpr, CW: gl.constexpr, CHOICES: gl.constexpr,
+def _weights_hopper_kernel(g_ptr, c_desc, order_ptr, offsets_ptr, out_desc, E, GW: gl.constexpr, CW: gl.constexpr, CHOICES: gl.constexpr,
                            SWAP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-                           GROUP: gl.constexpr, RB: gl.constexpr, LOADERS: gl.constexpr, FINISHERS: gl.constexpr, REGS: gl.constexpr,
-                           FENCE: gl.constexpr):
+                           GROUP: gl.constexpr, LOADERS: gl.constexpr, REGS: gl.constexpr):
     "out[e] = G^T C over the expert's rows, G gathered (GW wide), C in row order (CW wide); (E, GW, CW), or with SWAP (E, CW, GW)."
     T: gl.constexpr = g_ptr.dtype.element_ty
     g_smem = gl.allocate_shared_memory(T, [STAGES, BK, BM], gl.NVMMASharedLayout.get_default_for([BK, BM], T))
     c_smem = gl.allocate_shared_memory(T, [STAGES, 1, 1, BK, BN], gl.NVMMASharedLayout.get_default_for([1, 1, BK, BN], T))
-    o_smem = gl.allocate_shared_memory(T, [BM // RB * (BN // 64), RB, 64], gl.NVMMASharedLayout.get_default_for([RB, 64], T))
+    o_smem = gl.allocate_shared_memory(T, [1, BN, BM] if SWAP else [1, BM, BN], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     o_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -132,20 +115,19 @@ def _weights_hopper_kernel(g_ptr, c_desc, order_ptr, offsets_ptr, out_ptr, E, GW
     mbarrier.init(o_full, count=1)
     mbarrier.init(o_empty, count=1)
     fence_async_shared()
-    gl.warp_specialize([(_consumer, (offsets_ptr, g_smem, c_smem, o_smem, full, empty, o_full, o_empty, E, GW, CW, SWAP, BM, BN, BK, STAGES, FENCE)),
+    gl.warp_specialize([(_consumer, (offsets_ptr, g_smem, c_smem, o_smem, full, empty, o_full, o_empty, E, GW, CW, SWAP, BM, BN, BK, STAGES)),
                         (_producer, (g_ptr, c_desc, order_ptr, offsets_ptr, g_smem, c_smem, full, empty, E, GW, CW, CHOICES, BM, BN, BK, STAGES, GROUP)),
-                        (_finisher, (o_smem, o_full, o_empty, out_ptr, E, GW, CW, SWAP, BM, BN, GROUP, RB))],
-                       [LOADERS, FINISHERS], [REGS, REGS])
+                        (_finisher, (o_smem, o_full, o_empty, out_desc, E, GW, CW, SWAP, BM, BN, GROUP))],
+                       [LOADERS, 1], [REGS, REGS])
 
 # %% ../../nbs/experts/03f_hopper_weights_kernels.ipynb #8d604390
-WEIGHTS_CONFIG = dict(BM=128, BN=256, BK=64, STAGES=3, GROUP=8, RB=64, LOADERS=2, FINISHERS=2, REGS=176, FENCE=True)
+WEIGHTS_CONFIG = dict(BM=128, BN=256, BK=64, STAGES=3, GROUP=8, LOADERS=2, REGS=168)
 
-def weights_hopper(gathered, rows, out, order, offsets, choices, sms, swap, config=WEIGHTS_CONFIG):
+def weights_hopper(gathered, rows, out, order, offsets, choices, sms, swap, **config):
     "out[e] = gathered^T rows, or rows^T gathered with `swap`; an expert without rows gets zeros."
-    c = {**WEIGHTS_CONFIG, **config}
-    T = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
-    block = [1, 1, c["BK"], c["BN"]]
-    d = create_ragged_descriptor(rows, block[2:])
-    desc = TensorDescriptor(rows, d.shape, d.strides, block, gl.NVMMASharedLayout.get_default_for(block, T))
-    _weights_hopper_kernel[(sms,)](gathered, desc, order, offsets, out, out.shape[0], GW=gathered.shape[1], CW=rows.shape[1], CHOICES=choices,
-                                   SWAP=swap, num_warps=8, **c)
+    c = WEIGHTS_CONFIG | config
+    T, BM, BN = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16, c["BM"], c["BN"]
+    box = [1, BN, BM] if swap else [1, BM, BN]
+    out_desc = TensorDescriptor.from_tensor(out, box, gl.NVMMASharedLayout.get_default_for(box, T))
+    _weights_hopper_kernel[(sms,)](gathered, ragged(rows, [c["BK"], BN]), order, offsets, out_desc, out.shape[0], GW=gathered.shape[1],
+                                   CW=rows.shape[1], CHOICES=choices, SWAP=swap, num_warps=8, **c)
