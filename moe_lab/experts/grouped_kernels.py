@@ -43,7 +43,7 @@ def weights_config(kind: str, # "up" or "down"
     return c if tma else c | dict(LOAD="ptr", STORE="ptr")
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #2085248e
-HOPPER = {"down": 512, "dx": 512, "dw": 768}     # product: least width of its operand in row order; up and dh stay plain
+HOPPER = {"dh": 0, "down": 512, "dx": 512, "dw": 768}     # product: least width of its contraction (dw: of the side in row order); up stays plain
 
 def _on_hopper(kind, a, tile, halves=2, bias=None):
     if interpreting() or bias is not None or halves != 2 or a.shape[1] < HOPPER.get(kind, a.shape[1] + 1): return False
@@ -127,7 +127,7 @@ def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
     d_up, d_down = torch.empty_like(p.up) if needs[1] else None, torch.empty_like(p.down) if needs[2] else None
     d_up_bias, d_down_bias = (None if b is None else torch.empty_like(b) for b in (p.up_bias, p.down_bias))
     if R:
-        if k and _on_hopper("dh", dy, tile, halves, down_bias):
+        if k and p.FP % 64 == 0 and _on_hopper("dh", dy, tile, halves, down_bias):
             from moe_lab.experts.hopper_kernels import rows_hopper
             rows_hopper("dh", dy, p.down, dh, tiles, device_limits(x.device.index)[0], scale=weight, act=activation, pre=pre, dpre=d_pre,
                         d_scale=d_weight, offsets=offsets, order=order, choices=k)

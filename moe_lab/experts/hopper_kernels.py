@@ -62,9 +62,14 @@ def _producer(a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full,
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #cdfb3510
 @gluon.jit
-def _consumer(tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K: gl.constexpr, N: gl.constexpr,
+def _scales(scale_ptr, order_ptr, r0, r1, RB: gl.constexpr, L: gl.constexpr):
+    rows = r0 + gl.arange(0, RB, gl.SliceLayout(1, L))
+    return gl.load(scale_ptr + gl.load(order_ptr + rows, mask=rows < r1, other=0)).to(gl.float32)
+
+@gluon.jit
+def _consumer(tiles_ptr, order_ptr, scale_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K: gl.constexpr, N: gl.constexpr,
               CHOICES: gl.constexpr, W_NK: gl.constexpr, HALVES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-              STAGES: gl.constexpr, COPY: gl.constexpr):
+              STAGES: gl.constexpr, GROUP: gl.constexpr, COPY: gl.constexpr):
     TILES_N: gl.constexpr = (N * HALVES + BN - 1) // BN
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BN, 16])
     if COPY: whole = c_smem.reshape([BM, BN])
@@ -73,6 +78,9 @@ def _consumer(tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K
     it = 0
     i = 0
     for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
+        if COPY and scale_ptr is not None:                # before rounding: half precision may not hold the bare value
+            m, n = _tile_mn(t, count, TILES_N, GROUP)
+            scale = _scales(scale_ptr, order_ptr, gl.load(tiles_ptr + m * 4 + 1), gl.load(tiles_ptr + m * 4 + 2), BM, MMA)
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         for k in range(0, K, BK):
             s = it % STAGES
@@ -86,6 +94,7 @@ def _consumer(tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K
             it += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((it - 1) % STAGES))
+        if COPY and scale_ptr is not None: acc *= scale[:, None]
         mbarrier.wait(c_empty, (i & 1) ^ 1)
         whole.store(acc.to(c_smem.dtype))
         if COPY: fence_async_shared()                     # the copy engine will read it
@@ -157,11 +166,6 @@ def _ask(pre_desc, p_smem, p_full, s, r1, row, col, N: gl.constexpr, RB: gl.cons
     mbarrier.expect(p_full.index(s), 4 * 64 * RB)
     tma.async_copy_global_to_shared(pre_desc, [1073741824, r1, 1073741824 - (r1 - row), col], p_full.index(s), p_smem.index(2 * s))
     tma.async_copy_global_to_shared(pre_desc, [1073741824, r1, 1073741824 - (r1 - row), N + col], p_full.index(s), p_smem.index(2 * s + 1))
-
-@gluon.jit
-def _scales(scale_ptr, order_ptr, r0, r1, RB: gl.constexpr, L: gl.constexpr):
-    rows = r0 + gl.arange(0, RB, gl.SliceLayout(1, L))
-    return gl.load(scale_ptr + gl.load(order_ptr + rows, mask=rows < r1, other=0)).to(gl.float32)
 
 @gluon.jit
 def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, p_smem, p_full, out_desc, pre_desc, dpre_desc, part_ptr, R,
@@ -261,7 +265,7 @@ def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, 
     mbarrier.init(c_full, count=1)
     mbarrier.init(c_empty, count=1)
     fence_async_shared()
-    gl.warp_specialize([(_consumer, (tiles_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, COPY)),
+    gl.warp_specialize([(_consumer, (tiles_ptr, order_ptr, scale_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP, COPY)),
                         (_producer, (a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full, empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP)),
                         (_finisher, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, p_smem, p_full, out_ptr, out_desc, pre_ptr, pre_desc, dpre_desc,
                                      part_ptr, R, N, KIND, ACT, SAVE, BM, BN, GROUP, RB, SLOTS))],
