@@ -8,7 +8,7 @@ __all__ = ['find_model', 'find_cluster', 'sizes', 'fit', 'Plan', 'plans', 'plan'
 # %% ../nbs/94_plan.ipynb #6d1d6b35
 import json as _json
 from dataclasses import asdict, dataclass, replace
-from math import gcd
+from math import gcd, isqrt
 from pathlib import Path
 
 from fastcore.script import store_true
@@ -38,7 +38,9 @@ def find_cluster(name: str) -> Cluster: # a preset ('nd_a100_v4', or 'nd_a100_v4
     return load_cluster(name)
 
 # %% ../nbs/94_plan.ipynb #e148902a
-def _divisors(n): return [d for d in range(1, n + 1) if n % d == 0]
+def _divisors(n):
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 def sizes(model: Model, cluster: Cluster, capacity_factor: float | None = None) -> list[Strategy]:
     "Every expert and tensor parallel size and every r that divide model and cluster, with and without recomputation."

@@ -10,6 +10,7 @@ __all__ = ['a100', 'a800', 'h200', 'presets', 'nd_a100_v4', 'a800_dc', 'h200_nvl
 import dataclasses, math
 from pathlib import Path
 
+from ..core.files import parse_yaml, read_text, short
 from ..core.types import Cluster, Device, Level
 
 # %% ../../nbs/cluster/01_topology.ipynb #9fddae18
@@ -53,12 +54,12 @@ def _quantity(value, kind, where):
     "A number in SI units out of 25e9, '25 GB/s' or '200 Gb/s'."
     number, _, unit = str(value).strip().partition(" ")
     try: return float(number) * _units[kind][unit.strip() or kind]
-    except (ValueError, KeyError): raise ValueError(f"{where}: expected a number, or a number and one of {list(_units[kind])}, got {value!r}") from None
+    except (ValueError, KeyError): raise ValueError(f"{where}: expected a number, or a number and one of {list(_units[kind])}, got {short(value)}") from None
 
 
 def _record(cls, data, where):
     "Make a Level or a Device of a mapping."
-    if not isinstance(data, dict): raise ValueError(f"{where}: expected a mapping, got {data!r}")
+    if not isinstance(data, dict): raise ValueError(f"{where}: expected a mapping, got {short(data)}")
     fields = dataclasses.fields(cls)
     names, needed = [f.name for f in fields], [f.name for f in fields if f.default is dataclasses.MISSING]
     if unknown := [k for k in data if k not in names]: raise ValueError(f"{where}: unknown key {unknown[0]!r}; allowed are {names}")
@@ -73,16 +74,15 @@ def from_yaml(text: str, # keys `device` (a mapping, or A100, A800, H200) and `l
               source: str = "cluster", # what errors call it
              ) -> Cluster:
     "A cluster from YAML text; ValueError says where it is wrong and what is allowed."
-    import yaml
-    try: data = yaml.safe_load(text)
-    except yaml.YAMLError as e: raise ValueError(f"{source}: not readable as YAML: {e}") from None
-    if not isinstance(data, dict): raise ValueError(f"{source}: expected a mapping with the keys device, levels, name, got {type(data).__name__}")
+    data = parse_yaml(text, source)
     if unknown := set(data) - {"device", "levels", "name"}: raise ValueError(f"{source}: unknown key {sorted(map(str, unknown))[0]!r}; allowed are device, levels, name")
     device, levels = data.get("device"), data.get("levels")
-    if not isinstance(levels, list) or not levels: raise ValueError(f"{source}.levels: expected a list of at least one level, got {levels!r}")
-    if isinstance(device, str) and device not in _devices: raise ValueError(f"{source}.device: expected a mapping or one of {list(_devices)}, got {device!r}")
+    if not isinstance(levels, list) or not levels: raise ValueError(f"{source}.levels: expected a list of at least one level, got {short(levels)}")
+    if isinstance(device, str) and device not in _devices: raise ValueError(f"{source}.device: expected a mapping or one of {list(_devices)}, got {short(device)}")
     device = _devices[device] if isinstance(device, str) else _record(Device, device, f"{source}.device")
-    return Cluster([_record(Level, l, f"{source}.levels[{i}]") for i, l in enumerate(levels)], device, str(data.get("name", source)))
+    levels = [_record(Level, l, f"{source}.levels[{i}]") for i, l in enumerate(levels)]
+    try: return Cluster(levels, device, str(data.get("name", source)))
+    except ValueError as e: raise ValueError(f"{source}: {e}") from None
 
 # %% ../../nbs/cluster/01_topology.ipynb #fb9debba
 def to_yaml(cluster: Cluster) -> str:
@@ -97,4 +97,4 @@ def load(source: str) -> Cluster: # the name of a preset, or the path of a YAML 
     if source in presets: return presets[source]()
     path = Path(source)
     if not path.is_file(): raise ValueError(f"cluster must be one of {list(presets)} or a YAML file that exists, got {source!r}")
-    return from_yaml(path.read_text(), str(path))
+    return from_yaml(read_text(path, 2**16), str(path))

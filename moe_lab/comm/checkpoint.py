@@ -6,20 +6,22 @@
 __all__ = ['pieces', 'steps', 'save', 'load', 'export_safetensors', 'import_safetensors']
 
 # %% ../../nbs/comm/05_checkpoint.ipynb #aa65fdbf
-import json, os, re, shutil, warnings
+import json, math, os, pathlib, re, shutil, warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import safetensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem, metadata as dcm
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.groups import mesh
 from ..cluster.launch import step as note_step
+from ..core.files import open_tensors, read_bytes, read_json, unpickle
 from ..experts.activation import get_activation
 from ..experts.layer import MoE
 
@@ -145,6 +147,49 @@ def _compare(wanted, stored, where):
     if faults: raise ValueError(f"{where} does not fit the model: " + "; ".join(faults))
 
 
+# The classes that a checkpoint's own description is made of, and nothing that could run.
+_classes = {(c.__module__, c.__qualname__): c for c in (
+    dcm.Metadata, dcm.TensorStorageMetadata, dcm.ChunkStorageMetadata, dcm.TensorProperties, dcm.MetadataIndex, dcm.StorageMeta, dcm._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo, torch.Size, pathlib.PosixPath, torch.serialization._get_layout)}
+_classes |= {("torch", n): d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
+
+
+class _Reader(dcp.FileSystemReader):
+    "Reads what `save` writes: the description is never run, and must fit the files beside it."
+    def read_metadata(self, *args, **kwargs):
+        path = Path(self.path) / ".metadata"
+        found = unpickle(read_bytes(path, 2**28), _classes, str(path))
+        try: self._check(found)
+        except (AttributeError, TypeError, ValueError) as e: raise ValueError(f"{path} describes no checkpoint of ours: {e}") from None
+        found.storage_meta = dcm.StorageMeta(load_id=self.load_id)
+        return found
+
+    def _check(self, found):
+        sizes, folder = {}, Path(self.path)
+        for info in found.storage_data.values():
+            name = info.relative_path
+            if not re.fullmatch(r"__\d+_\d+\.distcp", name): raise ValueError(f"a file cannot be called {name!r}")
+            if name not in sizes: sizes[name] = (folder / name).stat().st_size if (folder / name).is_file() else -1
+            if not 0 <= info.offset <= info.offset + info.length <= sizes[name]: raise ValueError(f"{name} has {sizes[name]} bytes, and one part is said to end at {info.offset + info.length}")
+        claim = sum(math.prod(m.size) * m.properties.dtype.itemsize for m in found.state_dict_metadata.values())
+        if claim > sum(sizes.values()): raise ValueError(f"tensors of {claim} bytes are not in {sum(sizes.values())} bytes of files")
+
+
+def _read(state, reader, alone):
+    try: _quietly(dcp.load, state, storage_reader=reader, no_dist=alone)
+    except CheckpointException as e:
+        raise ValueError(f"{reader.path} cannot be read: " + "; ".join(f"rank {r}: {x[0]!r:.300}" for r, x in e.failures.items())) from None
+
+
+def _saved(path):
+    "extra.json of a checkpoint."
+    saved = read_json(path / "extra.json", 2**26)
+    groups, stacks = saved.get("groups"), saved.get("stacks")
+    if "extra" not in saved or not isinstance(stacks, dict) or not (groups is None or isinstance(groups, list) and all(isinstance(g, dict) for g in groups)):
+        raise ValueError(f"{path / 'extra.json'} must hold extra, groups and stacks as `save` writes them")
+    return saved
+
+
 def load(root,
          model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None,
@@ -155,14 +200,14 @@ def load(root,
     if not have or (step is not None and step not in have): raise ValueError(f"step must be one of {have} under {root}, got {step}")
     path = Path(root) / f"step-{have[-1] if step is None else step:08d}"
     note_step(f"load {path.name}")
-    reader, saved = dcp.FileSystemReader(path), json.loads((path / "extra.json").read_text())
+    reader, saved = _Reader(path), _saved(path)
     if optimizer and len(saved["groups"] or []) != len(optimizer.param_groups):
         raise ValueError(f"optimizer has {len(optimizer.param_groups)} parameter groups, {path} has {len(saved['groups'] or [])} (0: it was saved without an optimizer)")
     stored = {k: tuple(m.size) for k, m in reader.read_metadata().state_dict_metadata.items()}
     moments = {k: s for k, s in stored.items() if "@" in k}
     wanted = pieces(model) | (_optimizer_pieces(model, optimizer, moments) if optimizer else {})
     _compare(wanted, stored if optimizer else {k: s for k, s in stored.items() if k not in moments}, path)
-    _quietly(dcp.load, wanted, storage_reader=reader, no_dist=_alone())
+    _read(wanted, reader, _alone())
     if optimizer:
         for g, values in zip(optimizer.param_groups, saved["groups"]): g.update(values)
     return saved["extra"]
@@ -173,10 +218,10 @@ def export_safetensors(checkpoint, # a folder step-N
                       ) -> Path: # the file
     "The model of a checkpoint in one safetensors file, under the names of its one-process `state_dict`. One process does it."
     checkpoint, state = Path(checkpoint), {}
-    reader, stacks = dcp.FileSystemReader(checkpoint), json.loads((checkpoint / "extra.json").read_text())["stacks"]
+    reader, stacks = _Reader(checkpoint), _saved(checkpoint)["stacks"]
     for k, m in reader.read_metadata().state_dict_metadata.items():
         if "@" not in k: state[k] = torch.empty(m.size, dtype=m.properties.dtype)
-    _quietly(dcp.load, state, storage_reader=reader, no_dist=True)
+    _read(state, reader, True)
     for name, kind in stacks.items():
         ids = sorted(int(k.rpartition(".")[2]) for k in state if k.rpartition(".")[0] == name)
         if ids != list(range(len(ids))): raise ValueError(f"{checkpoint} must have all experts of {name}, got {ids}")
@@ -191,13 +236,14 @@ def import_safetensors(file, model: nn.Module):
     model, stacked = _names(model)
     stacks = {_clean(n): stacked[id(p)] for n, p in model.named_parameters() if id(p) in stacked}
     wanted, stored = pieces(model), {}
-    with safetensors.safe_open(file, "pt") as f:
+    with open_tensors(file) as f:
         for name in f.keys():
             shape = f.get_slice(name).get_shape()
-            if name not in stacks: stored[name] = tuple(shape); continue
+            if name not in stacks or len(shape) < 2: stored[name] = tuple(shape); continue
             (kind, ex), (E, *shape) = stacks[name], shape
-            if kind.startswith("up"): halves = get_activation(ex.activation).halves; shape = [halves, shape[0] // halves, *shape[1:]]
-            stored |= {f"{name}.{e}": tuple(shape) for e in range(E)}
+            halves = get_activation(ex.activation).halves
+            if kind.startswith("up") and shape[0] % halves == 0: shape = [halves, shape[0] // halves, *shape[1:]]
+            stored |= {f"{name}.{e}": tuple(shape) for e in range(min(E, ex.num_experts + 1))}
         _compare(wanted, stored, file)
         for k, t in wanted.items():
             name, _, e = k.rpartition(".")

@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from .alltoall import flexible, flexible_back
 from .switch import Slices, Switchable
+from ..core.files import read_json
 from ..core.types import Dispatch, Routing
 
 # %% ../../nbs/comm/03_pipeline.ipynb #a4cc6ee9
@@ -190,10 +191,10 @@ class Dictionary:
     def load(cls, path) -> "Dictionary":
         "Read what `save` wrote; ValueError if it is something else."
         try:
-            data = json.loads(Path(path).read_text())
+            data = read_json(path, 2**24)
             new = cls(data["slices"], data["window"], data["degrees"], data["algos"])
             new.choices = {int(k): Choice(**c) for k, c in data["choices"].items()}
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e: raise ValueError(f"{path} holds no dictionary of choices: {e!r}") from None
+        except (KeyError, TypeError, AttributeError, ValueError) as e: raise ValueError(f"{path} holds no dictionary of choices: {e!r}") from None
         return new
 
 # %% ../../nbs/comm/03_pipeline.ipynb #7de42cca

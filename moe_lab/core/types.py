@@ -144,7 +144,7 @@ class Level:
     def __post_init__(self):
         for name in ("size", "ports"):
             v = getattr(self, name)
-            if not isinstance(v, int) or v < 1: raise ValueError(f"{name} of level {self.name!r} must be an int >= 1, got {v!r}")
+            if not isinstance(v, int) or isinstance(v, bool) or v < 1: raise ValueError(f"{name} of level {self.name!r} must be an int >= 1, got {v!r}")
         if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)): raise ValueError(f"bandwidth of level {self.name!r} must be finite and > 0 [B/s], got {self.bandwidth}")
         for name in ("latency", "half_size"):
             v = getattr(self, name)
@@ -181,6 +181,7 @@ class Cluster:
     def __post_init__(self):
         object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels: raise ValueError("levels must hold at least one Level")
+        if self.num_devices > 2**24: raise ValueError(f"levels must hold at most 2^24 devices, got sizes {self.sizes}")
         below = self.num_devices
         for l in self.levels:
             below //= l.size

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..core.files import open_tensors, parse_json, read_text, whole
 from .corpus import Corpus, Windows, in_order, load_corpus
 from .gpt import GPT, GPTConfig, every, num_params
 
@@ -120,30 +120,36 @@ def save_checkpoint(path: str | Path, model: GPT, optimizer: torch.optim.Optimiz
     os.replace(beside, path)
 
 # %% ../../nbs/models/03_train.ipynb #945c7407
-def _open(path):
-    try: return safe_open(path, framework="pt")
-    except SafetensorError as e: raise ValueError(f"{path} is no checkpoint of ours: {e}") from None
+def _shapes(file, prefix): return {n.removeprefix(prefix): torch.Size(file.get_slice(n).get_shape()) for n in file.keys() if n.startswith(prefix)}
 
 def _match(path, what, have, want):
-    "Every name once, every shape equal; else an error that says which (X05)."
+    "Every name once, every shape equal; else an error that says which (X05). Names -> shapes, so that nothing is read before it fits."
     for problem, names in (("lacks", want.keys() - have.keys()), ("has an unknown", have.keys() - want.keys())):
         if names: raise ValueError(f"{path} {problem} {what} {sorted(names)[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
     for n in want:
-        if have[n].shape != want[n].shape: raise ValueError(f"{path}: {what} {n!r} must have shape {tuple(want[n].shape)}, got {tuple(have[n].shape)}")
+        if have[n] != want[n]: raise ValueError(f"{path}: {what} {n!r} must have shape {tuple(want[n])}, got {tuple(have[n])}")
+
+def _shapes_of(model): return {n: t.shape for n, t in model.state_dict().items()}
 
 def read_configs(path: str | Path) -> tuple[GPTConfig, TrainConfig, int]:
     "What a checkpoint says about itself: model, training, steps done."
-    with _open(path) as f: m = f.metadata() or {}
+    with open_tensors(path) as f: m, have = f.metadata() or {}, _shapes(f, "model.")
     if missing := {"step", "model", "train"} - m.keys(): raise ValueError(f"{path} is no checkpoint of ours: it says nothing about {sorted(missing)}")
-    return GPTConfig(**json.loads(m["model"])), TrainConfig(**json.loads(m["train"])), int(m["step"])
+    model, train = (parse_json(m[k], f"{path}, {k}") for k in ("model", "train"))
+    try:
+        if whole(model["num_layers"], "num_layers") > len(have): raise ValueError(f"num_layers is {model['num_layers']}, and there are {len(have)} tensors")
+        config = GPTConfig(**model), TrainConfig(**train), int(m["step"])
+        with torch.device("meta"): _match(path, "weight", have, _shapes_of(GPT(config[0])))       # takes no memory, whatever is claimed
+    except (KeyError, TypeError, ValueError, RuntimeError) as e: raise ValueError(f"{path} is no checkpoint of ours: {e}") from None
+    return config
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int: # steps done
     "Fill `model`, and `optimizer` when given, from a file. Strict: a name or shape that does not match is an error that names it."
-    with _open(path) as f:
+    with open_tensors(path) as f:
+        _match(path, "weight", _shapes(f, "model."), _shapes_of(model))
         read = lambda prefix: {n.removeprefix(prefix): f.get_tensor(n) for n in f.keys() if n.startswith(prefix)}
         weights, moments = read("model."), read("adamw.") if optimizer else {}
         step = int(f.metadata()["step"])
-    _match(path, "weight", weights, model.state_dict())
     model.load_state_dict(weights)
     if optimizer:
         names = {p: n for n, p in model.named_parameters()}
@@ -266,7 +272,9 @@ def load_run(folder: str | Path, device: str | torch.device = "cpu") -> tuple[GP
     if not checkpoint.exists(): raise FileNotFoundError(f"there is no checkpoint in {str(folder)!r}")
     model = GPT(read_configs(checkpoint)[0]).to(device)
     load_checkpoint(checkpoint, model)
-    tok = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    words = Path(folder) / "tokenizer.json"
+    try: tok = Tokenizer.from_str(read_text(words, 2**26))
+    except Exception as e: raise ValueError(f"{words} is no tokenizer: {e}") from None        # the library has one type of error
     tok.encode_special_tokens = True
     return model.eval(), tok
 

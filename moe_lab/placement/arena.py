@@ -6,15 +6,16 @@
 __all__ = ['POLICIES', 'make_trace', 'read_trace', 'Step', 'move_seconds', 'run', 'spread', 'table', 'place']
 
 # %% ../../nbs/placement/07_arena.ipynb #578412e6
-import csv, sys
+import csv, io, math, sys
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..core.files import read_text
 from ..core.types import Cluster, Placement
 from .cost import Cost, columns, device_seconds, step_seconds
 from .policy import schedule
@@ -49,19 +50,22 @@ def read_trace(path: str | Path) -> np.ndarray: # (steps, layers, E) int64
     if not path.exists(): raise FileNotFoundError(f"there is no trace {str(path)!r}")
     if path.suffix == ".npz":
         try:
+            with ZipFile(path) as z:                                        # a few bytes can unpack to any number
+                if (n := z.getinfo("counts.npy").file_size) > 2**30: raise ValueError(f"counts take {n} bytes, more than a trace can be")
             with np.load(path, allow_pickle=False) as f: a = f["counts"]
-        except (KeyError, ValueError, OSError, EOFError, BadZipFile) as e: raise ValueError(f"{path.name}: not an npz with an array 'counts': {e}") from None
+        except (KeyError, ValueError, OSError, EOFError, MemoryError, BadZipFile) as e: raise ValueError(f"{path.name}: not an npz with an array 'counts': {e}") from None
         if a.ndim == 2: a = a[:, None]
         if a.ndim != 3: raise ValueError(f"{path.name}: counts must be (steps, layers, E), got shape {a.shape}")
     elif path.suffix == ".csv":
-        with open(path, newline="") as f: rows = list(csv.DictReader(f))
+        rows = csv.DictReader(io.StringIO(read_text(path, 2**26), newline=""))
         need = ("step", "layer", "expert", "count")
-        if not rows or any(c not in rows[0] for c in need): raise ValueError(f"{path.name}: needs the columns {', '.join(need)}")
-        try: r = np.array([[int(x[c]) for c in need] for x in rows], np.int64)
-        except (TypeError, ValueError) as e: raise ValueError(f"{path.name}: every value must be a whole number: {e}") from None
-        if (r < 0).any(): raise ValueError(f"{path.name}: line {int((r < 0).any(1).argmax()) + 2} has a negative number")
+        if any(c not in (rows.fieldnames or ()) for c in need): raise ValueError(f"{path.name}: needs the columns {', '.join(need)}")
+        try: r = np.array([[int(x[c]) for c in need] for x in rows], np.int64).reshape(-1, 4)
+        except (TypeError, ValueError, OverflowError, csv.Error) as e: raise ValueError(f"{path.name}: every value must be a whole number: {e}") from None
+        if not len(r): raise ValueError(f"{path.name}: needs a line below its columns")
+        if (wrong := ((r < 0) | (r >= 2**31)).any(1)).any(): raise ValueError(f"{path.name}: line {int(wrong.argmax()) + 2} has a number outside [0, 2^31)")
         size = r[:, :3].max(0) + 1
-        if size.prod() > 10**8: raise ValueError(f"{path.name}: {' x '.join(map(str, size))} steps x layers x experts is more than a trace can be")
+        if math.prod(map(int, size)) > 10**8: raise ValueError(f"{path.name}: {' x '.join(map(str, size))} steps x layers x experts is more than a trace can be")
         a = np.zeros(size, np.int64)
         np.add.at(a, tuple(r[:, :3].T), r[:, 3])
     else: raise ValueError(f"{path.name}: a trace ends in .csv or .npz")

@@ -6,9 +6,9 @@
 __all__ = ['from_hf', 'bare_layer', 'score_flops', 'train_flops', 'active_experts', 'balanced']
 
 # %% ../../nbs/sim/03_workload.ipynb #cd84b3f0
-import json
 from pathlib import Path
 
+from ..core.files import read_json, short, whole
 from ..models.zoo import Attention, LatentAttention, Layer, Model, WindowAttention
 
 # %% ../../nbs/sim/03_workload.ipynb #88cd657b
@@ -21,8 +21,26 @@ _NAMES = dict(
     d_expert=("moe_intermediate_size",), d_shared=("shared_expert_intermediate_size",), d_ffn=("intermediate_size_mlp", "intermediate_size", "n_inner"),
 )
 
+# Where experts are, and latent attention: key -> its least value
+_LAYOUT = dict(first_k_dense_replace=0, moe_layer_freq=1, interleave_moe_layer_step=1, expert_layer_period=1, expert_layer_offset=0,
+               moe_layer_start_index=0, moe_layer_end_index=0, moe_layer_interval=1, decoder_sparse_step=1,
+               kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1, n_positions=0)
+
 def _get(config, what, default=None):
     return next((config[n] for n in _NAMES[what] if config.get(n) is not None), default)
+
+def _check(c):
+    "Every size that is read must be a whole number in its range; null stands for a key that is not there."
+    if not isinstance(c, dict): raise ValueError(f"config must be a mapping, got {short(c)}")
+    sizes = {n: (0 if what in ("experts", "top_k", "shared", "d_shared") else 1, 10**4 if what == "layers" else 2**31 - 1)
+             for what, names in _NAMES.items() if what != "tied" for n in names}
+    for key, bounds in (sizes | {k: (least,) for k, least in _LAYOUT.items()}).items():
+        if c.get(key) is not None: whole(c[key], f"{key} of the config", *bounds)
+    for what in ("d_model", "vocab", "heads", "layers"):
+        if _get(c, what) is None: raise ValueError(f"config must have one of {_NAMES[what]}, got only {sorted(c)[:20]}")
+    E, k = _get(c, "experts", 0), _get(c, "top_k")
+    if E and k is None: raise ValueError(f"config must have one of {_NAMES['top_k']} for its {E} experts")
+    if E and not 1 <= k <= E: raise ValueError(f"config must choose 1 to {E} of its {E} experts, got {k}")
 
 # %% ../../nbs/sim/03_workload.ipynb #ec382229
 def _has_experts(c):
@@ -50,14 +68,14 @@ def from_hf(config: dict | str | Path, # a config.json: its path, or its content
     "Sizes of a Hugging Face model. ValueError names what a config lacks."
     if not isinstance(config, dict):
         path = Path(config)
-        name = name or path.parent.name or path.stem
-        try: config = json.loads(path.read_text())
-        except json.JSONDecodeError as e: raise ValueError(f"config {str(path)!r} is not JSON: {e}") from None
-    c = config.get("text_config") or config
-    for what in ("d_model", "vocab", "heads", "layers"):
-        if _get(c, what) is None: raise ValueError(f"config must have one of {_NAMES[what]}, got only {sorted(c)[:20]}")
+        name, config = name or path.parent.name or path.stem, read_json(path)
+    _check(c := config.get("text_config") or config)
+    try: return _model(c, name)
+    except KeyError as e: raise ValueError(f"config must have {e}, which goes with others of its keys") from None
+
+
+def _model(c, name):
     E, D, kind = _get(c, "experts", 0), _get(c, "d_model"), c.get("model_type", "model")
-    if E and _get(c, "top_k") is None: raise ValueError(f"config must have one of {_NAMES['top_k']} for its {E} experts")
     wide, attention, glu = _get(c, "d_ffn", 4 * D), _attention(c), kind != "gpt2"
     F = _get(c, "d_expert", c.get("intermediate_size", wide))
     shared = _get(c, "d_shared", _get(c, "shared", 1 if "interleave_moe_layer_step" in c else 0) * F)
