@@ -182,7 +182,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
         self.blocks = nn.ModuleList(Block(c, l, moe) for l in range(c.num_layers))
         self.norm = nn.RMSNorm(c.d_model, eps=c.norm_eps)
-        nn.init.normal_(self.embed.weight, std=0.02)          # as GPT-2: it is the output layer too
+        nn.init.normal_(self.embed.weight, std=c.d_model ** -0.5)   # logits of unit variance; 0.02 would drown tokens in what blocks add
         with torch.no_grad():
             for name, p in self.named_parameters():
                 if name.endswith(("attention.out.weight", ".down")): p.mul_((2 * c.num_layers) ** -0.5)
