@@ -58,15 +58,18 @@ class Wire(TorchDispatchMode):
         self.bytes, self.messages, self.calls = [torch.zeros(dist.get_world_size(), dtype=torch.int64) for _ in range(2)] + [{}]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and (name := func.__name__.split(".")[0]) != "wait_tensor":
-            if name not in _ops: raise NotImplementedError(f"Wire cannot count the collective {name!r}")
-            (op, i), pg = _ops[name], _group_of(args)
-            me, n, size = dist.get_rank(pg), dist.get_world_size(pg), lambda t: sum(map(size, t)) if isinstance(t, (list, tuple)) else t.numel() * t.element_size()
-            rows = [len(t) for t in args[i]] if name == "alltoall_" else (args[4] if name == "alltoall_base_" else args[2] if op == "all_to_all" else None) or [1] * n
-            self.calls[op] = self.calls.get(op, 0) + 1
-            for to, (messages, bytes) in _sends(op, me, n, size(args[i]), rows, args[2] if op in ("broadcast", "send") else None).items():
-                if to != me: to = dist.get_global_rank(pg, to); self.messages[to] += messages; self.bytes[to] += bytes
+        if func.namespace in ("c10d", "_c10d_functional") and (name := func.__name__.split(".")[0]) != "wait_tensor": self.count(name, args)
         return func(*args, **(kwargs or {}))
+
+    def count(self, name, args):
+        "Take note of one collective, before it runs."
+        if name not in _ops: raise NotImplementedError(f"Wire cannot count the collective {name!r}")
+        (op, i), pg = _ops[name], _group_of(args)
+        me, n, size = dist.get_rank(pg), dist.get_world_size(pg), lambda t: sum(map(size, t)) if isinstance(t, (list, tuple)) else t.numel() * t.element_size()
+        rows = [len(t) for t in args[i]] if name == "alltoall_" else (args[4] if name == "alltoall_base_" else args[2] if op == "all_to_all" else None) or [1] * n
+        self.calls[op] = self.calls.get(op, 0) + 1
+        for to, (messages, bytes) in _sends(op, me, n, size(args[i]), rows, args[2] if op in ("broadcast", "send") else None).items():
+            if to != me: to = dist.get_global_rank(pg, to); self.messages[to] += messages; self.bytes[to] += bytes
 
     def traffic(self) -> Traffic:
         "What all ranks sent, as one matrix. All ranks call this, after the block."
