@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_lab.cluster.launch import NO_MULTICAST
 from moe_lab.comm import fused
 from moe_lab.comm.fused_protocol import Protocol, first_failure, run_schedule, tile_order
 
@@ -92,10 +93,15 @@ def test_wrong_arguments():
 
 def test_multicast_must_be_off():
     "A process without the variables may not make symmetric memory: multicast can take a shared host's GPUs down."
-    env = {k: v for k, v in os.environ.items() if k not in fused._no_multicast}
+    env = {k: v for k, v in os.environ.items() if k not in NO_MULTICAST}
     code = "from moe_lab.comm.fused import PeerBuffer\ntry: PeerBuffer(None, 8)\nexcept RuntimeError as e: print(e)"
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout
-    assert all(k in out for k in fused._no_multicast)
+    assert all(k in out for k in NO_MULTICAST)
+
+
+def without_multicast(): return all(os.environ.get(k) == v for k, v in NO_MULTICAST.items())
+
+def test_every_rank_starts_without_multicast(ranks): assert ranks.run(without_multicast) == [True] * 4
 
 
 def test_order_mixes_evenly():
@@ -170,3 +176,47 @@ def kernels_over_processes(folder, W):
 def test_kernels_over_processes(ranks, tmp_path, W=3):
     if torch.cuda.is_available(): pytest.skip("needs Triton's interpreter; on GPUs the notebook's gpu2 cell does this")
     assert ranks.run(kernels_over_processes, str(tmp_path), W, n=W) == [2 * (2 + 4 + 4)] * W
+
+
+def operators_on_gpus(W):
+    "Each operator, every overlap: values and gradients of the plain body, bit for bit with whole numbers; the second call has a plan."
+    ints = lambda *s: torch.randint(-2, 3, s, device="cuda").to(torch.bfloat16)
+    def same(op, x, w, overlaps):
+        want = None
+        for overlap in ("none", *overlaps, *overlaps):
+            x, w = x.detach().requires_grad_(x.is_floating_point()), w.detach().requires_grad_(w.is_floating_point())
+            y = op(x, w, overlap=overlap)
+            g = torch.arange(y.numel(), device="cuda").reshape(y.shape).remainder(3).to(y.dtype)
+            now = [y, *torch.autograd.grad(y, [t for t in (x, w) if t.requires_grad], g)]
+            want = want or now
+            for a, b in zip(now, want): assert torch.equal(a, b), (op.__name__, overlap)
+    for E, C, K, N in ((1, 256, 64, 512), (2, 128, 64, 256), (1, 13, 64, 40), (3, 24, 128, 96)):
+        same(fused.gemm_all_to_all, ints(W, E, C, K), ints(E, N, K), ("fused", "coarse", "auto"))
+    same(fused.embedding_all_to_all, ints(2, 30, 16), torch.randint(30, (2, 8 * W, 3), device="cuda"), ("fused", "auto"))
+    for M in (1, 3): same(fused.gemv_all_reduce, ints(M, 64) * (dist.get_rank() + 1), ints(90, 64).sign(), ("fused", "auto"))
+    fused.peer_buffer(None).check()
+
+
+def layer_on_gpus(W, tokens):
+    "Largest relative differences of output and gradients between a layer with overlap 'none' and others."
+    from moe_lab import MoE
+    from moe_lab.cluster.groups import grid
+    from moe_lab.comm.parallel import ExpertParallel
+    def run(overlap):
+        torch.manual_seed(0)
+        moe = MoE(256, 512, 2 * W, 2, exchange=ExpertParallel(grid(), 1.5, multiple=128 if tokens > 64 else 1, overlap=overlap)).to("cuda", torch.bfloat16)
+        torch.manual_seed(1 + dist.get_rank())
+        x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y, aux = moe(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *[p.grad for p in moe.parameters()]]
+    want = run("none")
+    return max(((a - b).float().norm() / b.float().norm()).item() for o in ("fused", "coarse", "auto") for a, b in zip(run(o), want))
+
+
+@pytest.mark.gpu2
+def test_operators_on_gpus(gpus): gpus.run(operators_on_gpus, 2)
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("tokens", [512, 16])
+def test_layer_on_gpus(gpus, tokens): assert max(gpus.run(layer_on_gpus, 2, tokens)) < .01

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..cluster.groups import Grid
 from .alltoall import all_to_all_v, exchange, flexible, flexible_back, move_blocks, share
+from .fused import OVERLAPS, gemm_all_to_all
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.dispatch import decode, encode
 from ..experts.layer import Experts, with_capacity
@@ -62,6 +63,9 @@ class ExpertParallel:
     `capacity_factor`, `rule`, `multiple`, `policy`, `lost` as in `Local`, of one rank's tokens; the capacity is agreed by
     all ranks. `algo`: how rows travel, see `all_to_all`. All ranks of the grid call the layer equally often, also those
     without tokens, and each uses the output in its loss: backward travels the same way.
+
+    `overlap`: with a capacity, the down-projection may send its rows home as it makes them, see `gemm_all_to_all`: 'fused',
+    'coarse', 'auto' (the measured winner) or 'none'. It needs as many experts on every rank and no bias.
     """
     grid: Grid
     capacity_factor: float | None = None
@@ -70,6 +74,11 @@ class ExpertParallel:
     policy: str = "position"
     lost: str = "zero"
     algo: str = "linear"
+    overlap: str = "none"
+
+    def __post_init__(self):
+        if self.overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {self.overlap!r}")
+        if self.overlap in ("coarse", "fused") and self.capacity_factor is None: raise ValueError(f"overlap={self.overlap!r} needs a capacity_factor: its rows have fixed places")
 
     def ids(self, num_experts: int) -> range:
         "The experts that live on this rank."
@@ -79,13 +88,21 @@ class ExpertParallel:
 
     def experts(self, d_model, d_hidden, num_experts, activation="swiglu", bias=False) -> Experts:
         "The part of a layer's experts that this rank has."
+        if self.overlap in ("coarse", "fused") and (bias or num_experts % self.grid.size):
+            raise ValueError(f"overlap={self.overlap!r} needs bias=False and a multiple of {self.grid.size} experts, got bias={bias}, num_experts={num_experts}")
         return Experts(d_model, d_hidden, num_experts, activation, bias, self.ids(num_experts))
 
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, Dispatch | None]:
         if self.capacity_factor is None: return self._dropless(x_TD, r, experts), None
-        through = lambda z: flexible_back(experts(flexible(z, self.grid, self.algo)), len(z), self.grid, self.algo)
         C = capacity_for(r, self.capacity_factor, self.rule, self.multiple, self.grid.flat)
-        return with_capacity(x_TD, r, C, through, self.policy, self.lost)
+        return with_capacity(x_TD, r, C, lambda z: self._there_and_back(z, experts), self.policy, self.lost)
+
+    def _there_and_back(self, z_ECD, experts):
+        E, W, z = len(z_ECD), self.grid.size, flexible(z_ECD, self.grid, self.algo)                     # (E_g, W*C, D)
+        if self.overlap == "none" or E % W or experts.down_bias is not None: return flexible_back(experts(z), E, self.grid, self.algo)
+        h = experts.hidden(z)
+        h_WECF = h.view(E // W, W, -1, h.shape[2]).transpose(0, 1)
+        return gemm_all_to_all(h_WECF, experts.down.to(h.dtype), self.grid.flat, self.overlap).flatten(0, 1)
 
     def _dropless(self, x_TD, r, experts):
         d = dispatch(r.expert, r.num_experts)

@@ -78,11 +78,13 @@ class Experts(nn.Module):
         f = grouped_moe if isinstance(where, Routing) else expert_mlp
         return f(x, where, self.up, self.down, self.activation, self.up_bias, self.down_bias)
 
-    def _padded(self, x_ECD):
+    def hidden(self, x_ECD: Tensor) -> Tensor: # (E,C,F)
+        "The first half of an expert on padded rows: all but the product with `down`, for whoever makes and sends that in one go."
         if x_ECD.ndim != 3: raise ValueError(f"x must be (E, C, D) without `where`, got {tuple(x_ECD.shape)}")
-        bias = lambda b: 0 if b is None else b[:, None]
-        h = _Activate.apply(torch.bmm(x_ECD, self.up.transpose(1, 2)) + bias(self.up_bias), self.activation)
-        return torch.bmm(h, self.down.transpose(1, 2)) + bias(self.down_bias)
+        bias = 0 if self.up_bias is None else self.up_bias[:, None]
+        return _Activate.apply(torch.bmm(x_ECD, self.up.transpose(1, 2)) + bias, self.activation)
+
+    def _padded(self, x_ECD): return torch.bmm(self.hidden(x_ECD), self.down.transpose(1, 2)) + (0 if self.down_bias is None else self.down_bias[:, None])
 
 # %% ../../nbs/experts/04_layer.ipynb #097a83c3
 def with_capacity(x_TD: Tensor, r: Routing, C: int, # rows of each expert
