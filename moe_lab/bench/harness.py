@@ -167,7 +167,8 @@ class Report:
     def add(self, case: dict, **values):
         "Store and print one row, in place of an older one of the same case; a `Timing` becomes its four numbers."
         row = dict(case=case, **{k: asdict(v) if isinstance(v, Timing) else v for k, v in values.items()})
-        self.rows[:] = [r for r in self.rows if r["case"] != case] + [row]
+        at = next((i for i, r in enumerate(self.rows) if r["case"] == case), len(self.rows))
+        self.rows[at:at + 1] = [row]
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             new = self.path.with_suffix(".new")
