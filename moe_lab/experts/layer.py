@@ -9,17 +9,20 @@ __all__ = ['Experts', 'with_capacity', 'Local', 'Aux', 'MoE']
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from ..core.backend import triton_body
 from ..core.types import Dispatch, Routing, dispatch
 from .activation import get_activation
+from .decode import MAX_TOKENS, decode_experts, decode_gate
 from .dispatch import decode, encode
 from .grouped import expert_mlp, grouped_moe
 from ..routing.balance import balance_loss, z_loss
 from ..routing.capacity import capacity_for, drop_priority, drop_share, fill_lost
-from ..routing.gate import TopKGate
+from ..routing.gate import LinearRouter, TopKGate
 
 # %% ../../nbs/experts/04_layer.ipynb #44b75cd3
 class _Activate(torch.autograd.Function):
@@ -115,16 +118,20 @@ class Local:
 # %% ../../nbs/experts/04_layer.ipynb #71e9aeb2
 @dataclass(frozen=True, eq=False)
 class Aux:
-    """What a layer tells besides its output. The losses are scalars of the graph, to be added with a coefficient.
+    """What a layer tells besides its output. The losses are scalars of the graph, to be added with a coefficient; made when asked for.
 
     `balance`: Switch's loss, 1 when balanced; `z`: router z-loss; `counts` (E,): assignments to each expert before any drop;
     `dropped`: share of assignments dropped; `routing`: for any other loss or statistic.
     """
-    balance: Tensor
-    z: Tensor
-    counts: Tensor
     dropped: Tensor
     routing: Routing
+
+    @cached_property
+    def balance(self) -> Tensor: return balance_loss(self.routing)
+    @cached_property
+    def z(self) -> Tensor: return z_loss(self.routing)
+    @cached_property
+    def counts(self) -> Tensor: return self.routing.counts()
 
 # %% ../../nbs/experts/04_layer.ipynb #ebbffad2
 class MoE(nn.Module):
@@ -159,13 +166,34 @@ class MoE(nn.Module):
         if x.shape[-1] != self.d_model: raise ValueError(f"x must be (..., d_model={self.d_model}), got {tuple(x.shape)}")
         if mask is not None and mask.shape != x.shape[:-1]: raise ValueError(f"mask must be {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
         x_TD, real = x.reshape(-1, self.d_model), None if mask is None else mask.reshape(-1)
-        r = self.gate(x_TD, real)
-        x_TD = x_TD.to(self._compute_dtype(x))
-        y_TD, d = self.exchange(x_TD, r, self.experts)
+        if real is None and self._few(x_TD):
+            plan = self.decode_plan(x_TD)
+            y_TD, d, r = decode_experts(x_TD, plan, self.experts.up, self.experts.down, self.experts.activation), None, plan.routing
+        else:
+            r = self.gate(x_TD, real)
+            x_TD = x_TD.to(self._compute_dtype(x))
+            y_TD, d = self.exchange(x_TD, r, self.experts)
         if self.shared is not None: y_TD = y_TD + self.shared(x_TD[None])[0]
         if real is not None: y_TD = y_TD.masked_fill(~real[:, None], 0)
         dropped = torch.zeros((), device=x.device) if d is None else drop_share(d)
-        return y_TD.to(x.dtype).view(x.shape), Aux(balance_loss(r), z_loss(r), r.counts(), dropped, r)
+        return y_TD.to(x.dtype).view(x.shape), Aux(dropped, r)
+
+    def decodable(self) -> bool:
+        "Is this a layer that `experts.decode` can compute: a plain softmax gate, nothing dropped, no bias, everything here and of one dtype?"
+        g, e = self.gate, self.experts
+        return (type(g) is TopKGate and type(g.router) is LinearRouter and g.score == "softmax" and not (g.training and g.noise)
+                and g.bias is None and g.groups is None and g.router.bias is None and g.router.weight.dtype == e.up.dtype
+                and isinstance(self.exchange, Local) and self.exchange.capacity_factor is None and type(e) is Experts and e.up_bias is None)
+
+    def decode_plan(self, x_TD: Tensor, gain: Tensor | None = None, eps: float = 1e-6):
+        "The gate of a decodable layer as a table; `gain` of an RMS norm in front."
+        g = self.gate
+        return decode_gate(x_TD, g.router.weight, g.top_k, g.renormalize or not g.score_first, g.scale, gain, eps)
+
+    def _few(self, x_TD):
+        "A handful of tokens, no gradients, a GPU: the decode kernels read only the chosen experts."
+        return (not torch.is_grad_enabled() and 0 < x_TD.shape[0] <= MAX_TOKENS and not torch.is_autocast_enabled(x_TD.device.type) and self.decodable()
+                and x_TD.dtype == self.experts.up.dtype and triton_body(x_TD, self.experts.up))
 
     def _compute_dtype(self, x):
         kind, own = x.device.type, self.experts.up.dtype

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .step import FusedStep, fits
 from ..models.gpt import GPT, KVCache
 
 # %% ../../nbs/inference/03_generate.ipynb #e7c3d72d
@@ -52,6 +53,7 @@ class GPTDecoder:
         self.model, self.vocab = model.eval(), weight.shape[0]
         self.cache = KVCache(model.config, batch, size, weight.device, weight.dtype)
         self.graph, self.captured, self.ids = weight.is_cuda if graph is None else graph, None, None
+        self._step = FusedStep(model, self.cache) if fits(model, batch) else lambda ids: self.model(ids[:, None], cache=self.cache)[0][:, 0]
 
     def start(self, ids_BS: Tensor, mask_BS: Tensor) -> Tensor: # (B,V)
         x, _ = self.model.features(ids_BS, mask_BS, self.cache)
@@ -59,7 +61,7 @@ class GPTDecoder:
         return last @ self.model.embed.weight.t()
 
     def step(self, ids_B: Tensor) -> Tensor: # (B,V)
-        if not self.graph: return self.model(ids_B[:, None], cache=self.cache)[0][:, 0]
+        if not self.graph: return self._step(ids_B)
         if self.captured is None: self._capture(ids_B)
         self.cache.positions(1)                                # is there room?
         self.ids.copy_(ids_B)
@@ -69,14 +71,14 @@ class GPTDecoder:
 
     def _capture(self, ids_B):
         self.ids, before, longest = ids_B.clone(), self.cache.lengths.clone(), self.cache.longest
-        run = lambda: self.model(self.ids[:, None], cache=self.cache)[0][:, 0]
+        def rewind(): self.cache.lengths.copy_(before); self.cache.longest = longest
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side): run()                    # compiles and allocates
+        with torch.cuda.stream(side): self._step(self.ids); rewind()       # compiles and allocates
         torch.cuda.current_stream().wait_stream(side)
         self.captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.captured): self.logits = run()
-        self.cache.lengths.copy_(before); self.cache.longest = longest      # both runs moved them
+        with torch.cuda.graph(self.captured): self.logits = self._step(self.ids)
+        rewind()
 
 # %% ../../nbs/inference/03_generate.ipynb #0589d7f6
 class HFDecoder:
