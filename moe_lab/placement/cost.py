@@ -21,13 +21,16 @@ class Cost:
 
     `tokens_per_second` (G,) or a number: expert tokens a device computes, forward and backward together;
     `token_bytes` a token's row on the wire [B]; `expert_bytes` an expert's gradients [B]; `sends` token rows sent for each
-    routed token (2 all-to-alls forward, 2 backward).
+    routed token (2 all-to-alls forward, 2 backward); `sync_bandwidth` [B/s] of a ring of replicas where it was measured apart
+    (FlexMoE's BPS; None: the links'); `fixed` [s]: what a step takes wherever experts live.
     """
     cluster: Cluster
     tokens_per_second: np.ndarray | float
     token_bytes: float
     expert_bytes: float
     sends: float = 4.
+    sync_bandwidth: float | None = None
+    fixed: float = 0.
     tps: np.ndarray = field(init=False, repr=False)
     bandwidth: tuple = field(init=False, repr=False)
 
@@ -35,9 +38,10 @@ class Cost:
         G = self.cluster.num_devices
         tps = np.broadcast_to(np.asarray(self.tokens_per_second, float), (G,)).copy()
         if not (np.isfinite(tps).all() and (tps > 0).all()): raise ValueError(f"tokens_per_second must be finite and > 0 for each of {G} devices")
-        for name in ("token_bytes", "expert_bytes", "sends"):
+        for name in ("token_bytes", "expert_bytes", "sends", "fixed"):
             v = getattr(self, name)
             if not (v >= 0 and math.isfinite(v)): raise ValueError(f"{name} must be finite and >= 0, got {v}")
+        if not (self.sync_bandwidth is None or self.sync_bandwidth > 0): raise ValueError(f"sync_bandwidth must be > 0 or None, got {self.sync_bandwidth}")
         object.__setattr__(self, "tps", tps)
         object.__setattr__(self, "bandwidth", tuple(device_bandwidth(self.cluster, l) for l in range(len(self.cluster.levels))))
 
@@ -51,40 +55,48 @@ class Cost:
 
 # %% ../../nbs/placement/03_cost.ipynb #89d34500
 def _near(x, cluster, level):
-    "(K,G) -> (K,G): sum over the devices that share this device's ancestor at `level` (-1: the whole cluster)."
+    "(K,G) -> (K,G), or (K,1) for the whole cluster (level -1): sum over the devices that share this device's ancestor at `level`."
     K, G = x.shape
     inside = math.prod(cluster.sizes[level + 1:])
+    if inside == 1: return x
+    if inside == G: return x.sum(1, keepdims=True)
     return np.repeat(x.reshape(K, G // inside, inside).sum(2), inside, axis=1)
 
 # %% ../../nbs/placement/03_cost.ipynb #56aa1e49
-def columns(cost: Cost,
-            counts: np.ndarray, # (K,G): tokens of source device g for each of K experts
-            slots: np.ndarray, # (K,G): their vExperts
-           ) -> np.ndarray: # (K, 2 + 2L, G) seconds: compute, sync, then for each level in, out
-    "What each expert adds to each device's time."
+def _parts(cost, counts, slots):
+    "One (K,G) array after the other: compute, sync, then for each level in, out."
     counts, slots = np.asarray(counts, float), np.asarray(slots, float)
     quota = counts.sum(1, keepdims=True) / slots.sum(1, keepdims=True) * slots
     local = np.minimum(counts, quota)
     left, free = counts - local, quota - local
     share = free / np.maximum(free.sum(1, keepdims=True), 1e-300)
-    out = [quota / cost.tps, _sync(cost, slots > 0)]
+    yield quota / cost.tps
+    yield _sync(cost, slots > 0)
     wide_left, wide_share = _near(left, cost.cluster, -1), _near(share, cost.cluster, -1)
     for l, bw in enumerate(cost.bandwidth):
         near_left, near_share = _near(left, cost.cluster, l), _near(share, cost.cluster, l)
         unit = cost.sends * cost.token_bytes / bw
-        out += [unit * share * (wide_left - near_left), unit * left * (wide_share - near_share)]
+        yield unit * share * (wide_left - near_left)
+        yield unit * left * (wide_share - near_share)
         wide_left, wide_share = near_left, near_share
-    return np.stack(out, 1)
 
 
 def _sync(cost, present):
     "Ring all-reduce of the replicas' gradients over the slowest link that they span, for every device that hosts one."
     n = present.sum(1, keepdims=True)
-    bw = np.full(n.shape, np.inf)
-    for l in reversed(range(len(cost.bandwidth))):            # the outermost level that separates two replicas has the last word
+    bw = np.full(n.shape, cost.sync_bandwidth or np.inf)
+    for l in reversed(range(len(cost.bandwidth)) if cost.sync_bandwidth is None else ()):     # the outermost level that separates two replicas has the last word
         spans = (_near(present, cost.cluster, l) < _near(present, cost.cluster, l - 1)) & present
         bw = np.where(spans.any(1, keepdims=True), cost.bandwidth[l], bw)
     return np.where(present & (n > 1), 2 * (n - 1) / np.maximum(n, 1) * cost.expert_bytes / bw, 0.)
+
+
+def columns(cost: Cost,
+            counts: np.ndarray, # (K,G): tokens of source device g for each of K experts
+            slots: np.ndarray, # (K,G): their vExperts
+           ) -> np.ndarray: # (K, 2 + 2L, G) seconds: compute, sync, then for each level in, out
+    "What each expert adds to each device's time."
+    return np.stack(list(_parts(cost, counts, slots)), 1)
 
 # %% ../../nbs/placement/03_cost.ipynb #e1e4f9bd
 def device_seconds(parts: np.ndarray) -> np.ndarray: # (..., G)
@@ -96,11 +108,11 @@ def total(cost: Cost, counts: np.ndarray, slots: np.ndarray, # both (E,G)
           chunk: int = 32, # experts at a time: what fits a core's cache
          ) -> np.ndarray: # (2 + 2L, G)
     "The sum of all experts' columns."
-    return sum(columns(cost, counts[i:i + chunk], slots[i:i + chunk]).sum(0) for i in range(0, len(counts), chunk))
+    return sum(np.stack([part.sum(0) for part in _parts(cost, counts[i:i + chunk], slots[i:i + chunk])]) for i in range(0, len(counts), chunk))
 
 
 def step_seconds(cost: Cost, counts: np.ndarray, # (G,E) tokens of source g for expert e
                  placement: Placement) -> float:
     "T(I, P): time of the layer's experts, forward and backward, on the slowest device [s]."
     parts = total(cost, np.asarray(counts).T, placement.slots.numpy())
-    return float(device_seconds(parts).max())
+    return float(device_seconds(parts).max()) + cost.fixed
