@@ -137,7 +137,9 @@ def move(model: nn.Module, optimizer: torch.optim.Optimizer,
         if m.exchange.moving: raise ValueError("a move is under way: it ends with reduce_gradients")
     note_step(f"move after step {step}")
     g = layers[0].exchange.grid
-    if "lane" not in g.memo: g.memo["lane"] = dist.new_group(g.ranks, timeout=collective_timeout())    # copies must not queue behind tokens
+    if "lane" not in g.memo:                                                        # copies must not queue behind tokens
+        g.memo["lane"] = dist.new_group(g.ranks, timeout=collective_timeout())
+        dist.all_reduce(torch.zeros(1, device=rank_device()), group=g.memo["lane"])  # NCCL: the first call of a group must be everybody's
     for m, p in zip(layers, _agree(step, placements, g)):
         if p.slots.equal(m.exchange.placement.slots): continue
         copies += len(moved_copies(m.exchange.placement, p))
