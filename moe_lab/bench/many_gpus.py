@@ -6,7 +6,7 @@
 __all__ = ['run_scaling', 'run_fused', 'part', 'host', 'predict', 'with_predictions', 'main']
 
 # %% ../../nbs/bench/10_many_gpus.ipynb #67d67d7a
-import os, time
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -61,12 +61,9 @@ def run_scaling(shapes, rounds):
 def run_fused(shapes, seconds):
     "The fused operators and their rivals (`bench.fused`) at each shape {operator: shapes}, `seconds` at most for each."
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False        # whole numbers stay exact
-    buf = peer_buffer(dist.group.WORLD, 2 * max(M * N for M, _, N in shapes["gemm"]))
+    buf = peer_buffer(dist.group.WORLD, 2 * max(M * N for M, _, N in shapes["gemm"]), 1 << 20)
     for op, every in shapes.items():
-        for shape in every:
-            rows, more = [], dict(quick=True) if op == "gemm" else {}
-            fused.OPS[op](lambda case, **values: rows.append((case, values)), buf, time.time() + seconds, [shape], **more)
-            yield from rows
+        for shape in every: yield from fused.OPS[op](buf, time.time() + seconds, [shape], quick=True)
 
 def part(name, f, *args):
     "Rows of f(*args), their cases marked as a part of this benchmark."
@@ -130,7 +127,6 @@ def with_predictions(report: Report):
         if p := predict(row, cluster): report.add(row["case"], **{k: v for k, v in row.items() if k not in ("case", "predicted")}, predicted=p)
 
 # %% ../../nbs/bench/10_many_gpus.ipynb #1a1b4186
-_no_multicast = dict(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 _tiny = {"tiny": (64, 32, 48, 4, 2)}
 _order = (1, 4, 6, 3, 2, 5, 7, 8)                        # of the kernel benchmark's shapes; the first ones matter most
 
@@ -142,7 +138,7 @@ def _work(cuda, W, quick):
     layers = _tiny if not cuda else {n: SHAPES[n] for n in _order[:2 if quick else None]}
     switch = [(32, 16, 32 * W, 1), (32, 16, 32 * W, W)] if not cuda else [(T, 2048, wide, E) for T, E in ((256, 1), (2048, 1), (16384, 1), (8192, max(W // 2, 1)), (8192, W))]
     pipeline = [(64, 16, 32, 2 * W, 2)] if not cuda else [(8192, 2048, 2048, 8 * W, 2), (8192, 4096, 4096, 4 * W, 2), (32768, 4096, 4096, 4 * W, 2)]
-    fusions = dict(gemm=fused.GEMM_SHAPES[:1] + fused.GEMM_SHAPES[-1:], embedding=fused.EMB_SHAPES[:1], gemv=fused.GEMV_SHAPES[:1])
+    fusions = dict(gemm=fused.GEMM_SHAPES[:1] + fused.FEW_SHAPES[2:3], embedding=fused.EMB_SHAPES[:1], gemv=fused.GEMV_SHAPES[:1])
     work = dict(exchange=(60, run_exchange, sizes, rounds), layer=(120, run_scaling, layers, rounds), switch=(50, run_switch, switch, rounds),
                 pipeline=(50, run_pipeline, pipeline, (1, 2, 4, 8), rounds))
     return work | dict(fused=(80, run_fused, fusions, 15)) if cuda else work
@@ -152,7 +148,6 @@ def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False):
     cuda = device == "cuda"
     W = torch.cuda.device_count() if cuda else 4
     if W < 2: raise ValueError(f"the benchmark many-gpus needs at least 2 GPUs in one host, found {W}")
-    os.environ.update(_no_multicast)                     # ranks inherit it: NVLink multicast stays off
     def limits():
         if not cuda: return dict(copy=copy_rate(device, 1 << 24), matmul=matmul_rate(device, 256, torch.float32), memory=1e11)
         return dict(copy=copy_rate(device), matmul=matmul_rate(device), memory=torch.cuda.get_device_properties(0).total_memory)
