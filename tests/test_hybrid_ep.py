@@ -51,6 +51,95 @@ def test_frozen_experts_are_left_alone():
     assert torch.equal(p, before) and not opt.residual
 
 
+# ---- migration on real ranks
+def _owned(E=2): return torch.nn.ParameterList([torch.randn(E, 4, 6), torch.randn(E, 6, 4)])
+
+
+def _late(how):
+    "Rank 2 of one domain never sends: it sleeps, or ends with an exception of its own."
+    import time
+    import torch.distributed as dist
+    from moe_lab.cluster.launch import step
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator
+    comm, layer = Communicator(Domains((3,), (3,))), _owned()
+    step("gather")
+    if dist.get_rank() == 2:
+        if how == "sleeps": time.sleep(120)
+        raise OverflowError("its own")
+    comm.send(layer)
+    comm.open(comm.take(layer))
+
+
+@pytest.mark.parametrize("how", ["sleeps", "raises"])
+def test_a_rank_that_never_sends_ends_the_run(how):
+    import time
+    from moe_lab.cluster.launch import Pool, RankError
+    with Pool(3, timeout=4, backend="gloo") as pool:
+        start = time.monotonic()
+        with pytest.raises(RankError) as e: pool.run(_late, how)
+        assert time.monotonic() - start < 40
+        if how == "raises": assert e.value.rank == 2 and "its own" in str(e.value)
+        else: assert "gather" in str(e.value)
+        assert pool.run(_sum_of_ranks) == [3, 3, 3]                          # the pool is usable again
+
+
+def _sum_of_ranks():
+    import torch.distributed as dist
+    x = torch.tensor(dist.get_rank()); dist.all_reduce(x)
+    return int(x)
+
+
+def _accumulated(domains):
+    "Gradients of two backwards, and of a layer that is used twice in one forward."
+    import torch.distributed as dist
+    from torch import nn
+    from moe_lab.comm.gradients import reduce_gradients
+    from moe_lab.experts.layer import MoE
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel
+    torch.manual_seed(5); whole = MoE(8, 12, 4, 2).double()
+    torch.manual_seed(5); part = MoE(8, 12, 4, 2, exchange=HybridParallel(Communicator(Domains((2, 2), domains)))).double()
+    x, me = torch.randn(16, 8, dtype=torch.float64), dist.get_rank()
+    mine = x.chunk(4)[me]
+    for _ in range(2):
+        (part(part(mine)[0])[0].square().sum() * 4).backward()
+        sum(whole(whole(c)[0])[0].square().sum() for c in x.chunk(4)).backward()
+    reduce_gradients(part)
+    return max(float((p.grad - (q.grad[me:me + 1] if "experts" in n else q.grad)).abs().max()) for (n, p), q in zip(part.named_parameters(), whole.parameters()))
+
+
+@pytest.mark.parametrize("domains", [(2, 1), (2, 2)])
+def test_gradients_add_up_over_calls(ranks, domains): assert max(ranks.run(_accumulated, domains)) < 1e-11
+
+
+def _no_graph():
+    import torch.distributed as dist
+    from torch import nn
+    from moe_lab.experts.layer import MoE
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel, migrate
+    comm = Communicator(Domains((2,), (2,)), ratio=10)
+    model = migrate(nn.Sequential(MoE(8, 12, 4, 2, exchange=HybridParallel(comm))))
+    with torch.no_grad(): y, _ = model(torch.randn(5, 8))
+    return tuple(y.shape), y.requires_grad, len(comm.queue), comm.mean is None
+
+
+def test_inference_sends_and_keeps_nothing(ranks): assert ranks.run(_no_graph, n=2) == [((5, 8), False, 0, True)] * 2
+
+
+def _uneven():
+    from moe_lab.experts.layer import MoE
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel
+    MoE(8, 12, 5, 2, exchange=HybridParallel(Communicator(Domains((2,), (2,)))))(torch.randn(3, 8))
+
+
+def test_uneven_experts_are_refused(ranks):
+    from moe_lab.cluster.launch import RankError
+    with pytest.raises(RankError, match="experts must divide evenly over the 2 ranks, got 5"): ranks.run(_uneven, n=2)
+
+
 # ---- kernels on a GPU (under the interpreter they run in their notebook)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

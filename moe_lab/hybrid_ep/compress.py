@@ -174,5 +174,5 @@ class SRAdamW(torch.optim.Optimizer):
             s["threshold"] *= (count / (.75 * k)).sqrt().clamp(.9, 1.1)
             return Residual(value, index, tuple(shared.shape))
         out, self.exact = encode(p.data, shared, k), self.exact + 1
-        s["threshold"] = out.value.abs().topk(max(1, 3 * k // 4)).values[:, -1]
+        if k < shared.numel(): s["threshold"] = out.value.abs().topk(max(1, 3 * k // 4)).values[:, -1]      # else all travel, always
         return out
