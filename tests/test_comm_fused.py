@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lab.cluster.launch import NO_MULTICAST
+from moe_lab.cluster.launch import NO_MULTICAST, launch
 from moe_lab.comm import fused
 from moe_lab.comm.fused_protocol import Protocol, first_failure, run_schedule, tile_order
 
@@ -215,8 +215,8 @@ def layer_on_gpus(W, tokens):
 
 
 @pytest.mark.gpu2
-def test_operators_on_gpus(gpus): gpus.run(operators_on_gpus, 2)
+def test_operators_on_gpus(): launch(operators_on_gpus, 2, 2, backend="nccl")          # fresh processes, as symmetric memory wants them
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("tokens", [512, 16])
-def test_layer_on_gpus(gpus, tokens): assert max(gpus.run(layer_on_gpus, 2, tokens)) < .01
+def test_layer_on_gpus(tokens): assert max(launch(layer_on_gpus, 2, 2, tokens, backend="nccl")) < .01

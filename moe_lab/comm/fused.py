@@ -10,7 +10,6 @@ __all__ = ['SLICES', 'OVERLAPS', 'WIDE', 'NARROW', 'FEW', 'PeerBuffer', 'peer_bu
 # %% ../../nbs/comm/04b_fused.ipynb #aba040c2
 import os, socket, warnings
 from functools import lru_cache
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,6 @@ def _gemv_plain(x_MK, weight_NK, group):
     return y
 
 # %% ../../nbs/comm/04b_fused.ipynb #95b982c9
-_names = count()
 SLICES = 16           # most slices of a sliced call
 _FLAGS = 8192         # bytes before the words: flags (see the kernels), for at most 64 ranks
 
@@ -64,10 +62,7 @@ class PeerBuffer:
         self.group, self.rank, self.world, self.nbytes, self.half = group, dist.get_rank(group), dist.get_world_size(group), nbytes, half
         dev, start = torch.device("cuda", torch.cuda.current_device()), -(-(_FLAGS + 16 * half) // 4096) * 4096
         raw = symm.empty(start + nbytes, dtype=torch.uint8, device=dev)
-        # a name of its own: torch remembers the store of a name, also when its group is gone and another has the name
-        name, store = f"moe_lab {next(_names)}", dist.PrefixStore("moe_lab", dist.distributed_c10d._get_process_group_store(group))
-        symm._SymmetricMemory.set_group_info(name, self.rank, self.world, store)
-        self.handle = symm.rendezvous(raw, name)
+        self.handle = symm.rendezvous(raw, group.group_name)       # some versions of torch remember a name's first group: one default group a process
         if self.handle.multicast_ptr: raise RuntimeError("symmetric memory came with a multicast address")
         raw[:start].zero_()
         self.memory, self.words, self.flags = raw[start:], raw[_FLAGS:_FLAGS + 16 * half], raw[:_FLAGS].view(torch.int32)
