@@ -136,6 +136,27 @@ def test_frozen_weights_need_no_gradient_and_non_contiguous_inputs_work():
     torch.testing.assert_close(y, grouped_moe(x.contiguous(), (ids, w), up.contiguous(), down))
 
 
+@pytest.mark.parametrize("D,F,dtype", [(16, 24, torch.float16), (7, 5, torch.float32)])      # the second is padded for the kernels
+def test_weight_gradients_add_up_in_float32_buffers(D, F, dtype):
+    x, ids, w, up, down, *_ = layer(20, D, F, 4, 2, dtype=dtype)
+    for body in ("torch", "triton"):
+        with backend.use(body):
+            a = [t.detach().clone().requires_grad_() for t in (x, up, down)]
+            want = torch.autograd.grad(grouped_moe(a[0], (ids, w), *a[1:]).float().square().sum(), a[1:])
+            main = tuple(torch.ones(t.shape, device=DEV) for t in a[1:])
+            grouped_moe(a[0], (ids, w), *a[1:], main_grads=main).float().square().sum().backward()
+        for m, g, p in zip(main, want, a[1:]):
+            assert close(m - 1, g, 3e-3 if dtype == torch.float16 else 2e-5) and p.grad is None
+
+
+def test_main_gradients_with_frozen_weights_and_no_token():
+    x, ids, w, up, down, *_ = layer(20, 16, 24, 4, 2)
+    main = tuple(torch.ones(t.shape, device=DEV) for t in (up, down))
+    down = down.detach().requires_grad_()
+    for n in (20, 0): grouped_moe(x[:n], (ids[:n], w[:n]), up.detach(), down, main_grads=main).square().sum().backward()
+    assert (main[0] == 1).all() and (main[1] != 1).any() and down.grad is None
+
+
 def test_rows_of_no_expert_are_zero():
     x, _, _, up, down, *_ = layer(20, 16, 24, 3, 1)
     offsets = torch.tensor([0, 4, 4, 13], device=DEV)

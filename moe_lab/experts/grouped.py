@@ -6,6 +6,8 @@
 __all__ = ['tile_rows', 'tile_table', 'expert_plan', 'expert_mlp', 'grouped_moe']
 
 # %% ../../nbs/experts/03_grouped.ipynb #4007f11f
+import os
+
 import torch
 from torch import Tensor
 
@@ -70,9 +72,11 @@ def _runs(offsets, rows=512):
             first = e
     return runs
 
-def _products(a, b, out):
-    "a @ b for each expert of a run; nothing times nothing is 0, so an idle expert's weight gradient is exactly 0."
-    for x, y, z in zip(a, b, out): torch.mm(x, y, out=z)
+def _products(a, b, out, add=False):
+    "a @ b for each expert of a run, or added to out; nothing times nothing is 0, so an idle expert's weight gradient is exactly 0."
+    for x, y, z in zip(a, b, out):
+        if add: z += x.to(z.dtype) @ y.to(z.dtype)
+        else: torch.mm(x, y, out=z)
 
 def _wide(dtype): return torch.promote_types(dtype, torch.float32)
 
@@ -97,10 +101,10 @@ def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row,
     return y.to(x.dtype), pre
 
 # %% ../../nbs/experts/03_grouped.ipynb #12a0e68f
-def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation, needs):
+def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation, needs, up_main=None, down_main=None):
     act, wide = get_activation(activation), _wide(x.dtype)
-    d_up, d_down, d_up_bias, d_down_bias = (None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-                                            for t in (up, down, up_bias, down_bias))
+    d_up, d_down, d_up_bias, d_down_bias = (t if t is None else m if m is not None else torch.empty_like(t, memory_format=torch.contiguous_format)
+                                            for t, m in ((up, up_main), (down, down_main), (up_bias, None), (down_bias, None)))
     d_x = x.new_zeros(x.shape, dtype=wide)
     if order is not None:
         token, scale = order.long() // row.shape[1], weight.reshape(-1)[order.long(), None]
@@ -115,8 +119,8 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
             if down_bias is not None: d_scale[at] += (g.to(wide) * _repeat(down_bias[experts], n)).sum(1, keepdim=True)
             h.mul_(scale[at]); dh.mul_(scale[at])
         d_pre = act.backward(p, dh)
-        if needs[1]: _products(d_pre.mT.split(n, 1), rows.split(n), d_up[experts])
-        if needs[2]: _products(g.mT.split(n, 1), h.split(n), d_down[experts])
+        if needs[1]: _products(d_pre.mT.split(n, 1), rows.split(n), d_up[experts], d_up is up_main)
+        if needs[2]: _products(g.mT.split(n, 1), h.split(n), d_down[experts], d_down is down_main)
         if up_bias is not None: d_up_bias[experts] = torch.stack([t.sum(0, dtype=wide) for t in d_pre.split(n)]).to(x.dtype)
         if down_bias is not None:
             gs = g if order is None else g * scale[at]
@@ -127,15 +131,15 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
             if order is None: d_x[at] = d_rows
             else: d_x.index_add_(0, token[at], d_rows.to(wide))
     d_weight = None if order is None else torch.where(row >= 0, d_scale[row.clamp(min=0).long(), 0], 0).to(weight.dtype)
-    d_x, d_up, d_down = (t if n else None for t, n in zip((d_x.to(x.dtype), d_up, d_down), needs))
+    d_x, d_up, d_down = (t if n and t is not m else None for t, n, m in zip((d_x.to(x.dtype), d_up, d_down), needs, (None, up_main, down_main)))
     return d_x, d_weight, d_up, d_down, d_up_bias, d_down_bias
 
 # %% ../../nbs/experts/03_grouped.ipynb #f6a99c64
 @torch.library.custom_op("moe_lab::experts", mutates_args=())
 def _experts(x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
              offsets: Tensor, order: Tensor | None, row: Tensor | None, tiles: Tensor, tile: int, activation: str, save: bool,
-             ) -> tuple[Tensor, Tensor]:
-    "(y, pre-activations of each row); the latter is empty unless `save`."
+             up_main: Tensor | None = None, down_main: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    "(y, pre-activations of each row); the latter is empty unless `save`. The main buffers are for the backward pass."
     if triton_body(x, up, down):
         from moe_lab.experts.grouped_kernels import forward_triton
         return forward_triton(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile, activation, save)
@@ -143,7 +147,7 @@ def _experts(x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias
     return y, pre if save else pre.new_empty(0, up.shape[1])
 
 @_experts.register_fake
-def _(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile, activation, save):
+def _(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile, activation, save, up_main=None, down_main=None):
     R = (x if order is None else order).shape[0]
     return x.new_empty(x.shape), x.new_empty(R if save else 0, up.shape[1])
 
@@ -153,32 +157,45 @@ def _experts_backward(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, 
                       down_bias: Tensor | None, pre: Tensor, offsets: Tensor, order: Tensor | None, row: Tensor | None,
                       tiles: Tensor, tile: int, activation: str, needs: list[bool]) -> list[Tensor]:
     "Gradients of x, weight, up, down, up_bias, down_bias, those that exist. needs: of x, up, down."
-    args = dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row
-    if triton_body(x, up, down):
+    return _gradients(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, None, None)
+
+@torch.library.custom_op("moe_lab::experts_backward_into", mutates_args=("up_main", "down_main"))
+def _experts_backward_into(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None,
+                           down_bias: Tensor | None, pre: Tensor, offsets: Tensor, order: Tensor | None, row: Tensor | None,
+                           tiles: Tensor, tile: int, activation: str, needs: list[bool], up_main: Tensor, down_main: Tensor) -> list[Tensor]:
+    "As `experts_backward`, but the gradients of up and down are added to the main buffers instead of returned."
+    return _gradients(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, up_main, down_main)
+
+def _gradients(*args):
+    *tensors, tiles, tile, activation, needs, up_main, down_main = args
+    if triton_body(*(tensors[i] for i in (1, 3, 4))):
         from moe_lab.experts.grouped_kernels import backward_triton
-        grads = backward_triton(*args, tiles, tile, activation, needs)
-    else: grads = _backward_torch(*args, activation, needs)
+        grads = backward_triton(*args)
+    else: grads = _backward_torch(*tensors, activation, needs, up_main, down_main)
     return [g for g in grads if g is not None]
 
-@_experts_backward.register_fake
-def _(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs):
-    exist = needs[0], weight is not None, needs[1], needs[2], up_bias is not None, down_bias is not None
+def _shapes(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, *main):
+    exist = needs[0], weight is not None, needs[1] and not main, needs[2] and not main, up_bias is not None, down_bias is not None
     return [torch.empty_like(t, memory_format=torch.contiguous_format)
             for t, e in zip((x, weight, up, down, up_bias, down_bias), exist) if e]
 
+_experts_backward.register_fake(_shapes)
+_experts_backward_into.register_fake(_shapes)
+
 # %% ../../nbs/experts/03_grouped.ipynb #f23bc255
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.tile, ctx.activation, save = inputs
+    *tensors, ctx.tile, ctx.activation, save, up_main, down_main = inputs
+    ctx.main = () if up_main is None else (up_main, down_main)                # not saved: they may change before backward
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
 
 def _backward(ctx, dy, _):
     x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, pre = ctx.saved_tensors
     needs = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
-    grads = iter(torch.ops.moe_lab.experts_backward(dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre,
-                                                    offsets, order, row, tiles, ctx.tile, ctx.activation, needs))
-    exist = needs[0], weight is not None, *needs[1:], up_bias is not None, down_bias is not None
-    return *(next(grads) if e else None for e in exist), *[None] * 7
+    f = torch.ops.moe_lab.experts_backward_into if ctx.main else torch.ops.moe_lab.experts_backward
+    grads = iter(f(dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, ctx.tile, ctx.activation, needs, *ctx.main))
+    exist = needs[0], weight is not None, *(n and not ctx.main for n in needs[1:]), up_bias is not None, down_bias is not None
+    return *(next(grads) if e else None for e in exist), *[None] * 9
 
 _experts.register_autograd(_backward, setup_context=_setup_context)
 
@@ -204,6 +221,17 @@ def _autocast(x, *others):
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64: return x, *others
     return tuple(t if t is None else t.to(torch.get_autocast_dtype(kind)) for t in (x, *others))
 
+def _check_values(expert, weight, E):
+    "Raise for values out of range: always on a CPU; on a GPU, where looking means waiting, only with MOE_LAB_CHECK=1."
+    if torch.compiler.is_compiling() or not (expert.device.type == "cpu" or os.environ.get("MOE_LAB_CHECK") == "1"): return
+    if (expert >= E).any() or (expert < -1).any(): raise ValueError(f"expert must lie in [-1, {E}), got {int(expert.min())} to {int(expert.max())}")
+    if not weight.detach().isfinite().all(): raise ValueError(f"weight must be finite, got {int((~weight.isfinite()).sum())} values that are not")
+
+def _check_main(main_grads, up, down):
+    for name, m, w in zip(("up", "down"), main_grads, (up, down)):
+        if m.shape != w.shape or m.dtype != _wide(w.dtype) or not m.is_contiguous() or m.device != w.device:
+            raise ValueError(f"main_grads of {name} must be contiguous {_wide(w.dtype)} {tuple(w.shape)} on {w.device}, got {m.dtype} {tuple(m.shape)} on {m.device}")
+
 def _needs_grad(*tensors): return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 # %% ../../nbs/experts/03_grouped.ipynb #037de3b9
@@ -214,16 +242,22 @@ def expert_mlp(rows_RD: Tensor, # rows in expert order
                activation: str = "swiglu",
                up_bias: Tensor | None = None, # (E, 2F) or (E, F)
                down_bias: Tensor | None = None, # (E, D)
+               main_grads: tuple[Tensor, Tensor] | None = None, # as in `grouped_moe`
               ) -> Tensor: # (R, D); rows past offsets[-1] are 0
     "Every expert's MLP on its own rows, as when they arrive sorted from other ranks."
+    _check_main(main_grads or (), up, down)
     rows_RD, up, down, up_bias, down_bias = _autocast(rows_RD, up, down, up_bias, down_bias)
     _check(rows_RD, up, down, up_bias, down_bias, activation)
     R, E = rows_RD.shape[0], up.shape[0]
     if offsets.shape != (E + 1,): raise ValueError(f"offsets must have shape ({E + 1},), got {tuple(offsets.shape)}")
+    if offsets.is_floating_point() or offsets.dtype == torch.bool: raise TypeError(f"offsets must be integers, got {offsets.dtype}")
+    if offsets.device != rows_RD.device: raise ValueError(f"offsets must be on the rows' device {rows_RD.device}, got {offsets.device}")
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and (offsets[0] != 0 or offsets[-1] > R or (offsets.diff() < 0).any()):
+        raise ValueError(f"offsets must rise from 0 to at most the {R} rows, got {offsets.tolist()}")
     tile = tile_rows(R, E)
     tiles = tile_table(offsets, R, tile)
     return _experts(rows_RD, None, up, down, up_bias, down_bias, offsets.int(), None, None, tiles, tile, activation,
-                    _needs_grad(rows_RD, up, down, up_bias, down_bias))[0]
+                    _needs_grad(rows_RD, up, down, up_bias, down_bias), *(main_grads or ()))[0]
 
 # %% ../../nbs/experts/03_grouped.ipynb #f5107ebc
 def _plan_of(d, tile):
@@ -240,24 +274,27 @@ def grouped_moe(x_TD: Tensor,
                 up_bias: Tensor | None = None, # (E, 2F) or (E, F)
                 down_bias: Tensor | None = None, # (E, D)
                 dispatch: Dispatch | None = None, # of this routing, when it drops something; None: nothing is dropped
+               main_grads: tuple[Tensor, Tensor] | None = None, # float32, shapes of up and down: their gradients are added there, .grad stays None
                ) -> Tensor: # (T, D)
     """Sum over a token's experts of weight * expert(x): gather, both products, activation and combine as one operator.
 
-    Ids outside [0, E) (-1: no expert) contribute nothing; on a CPU ids >= E raise. Saved for backward: x, the
-    pre-activations (T*k, 2F or F), weights and indices.
+    An id of -1 means no expert. Ids out of range and weights that are not finite raise on a CPU, on a GPU with
+    MOE_LAB_CHECK=1 (it costs a wait); without, such ids contribute nothing. Saved for backward: x, the pre-activations
+    (T*k, 2F or F), weights and indices.
     """
     expert, weight = (routing.expert, routing.weight) if isinstance(routing, Routing) else routing
+    _check_main(main_grads or (), up, down)
     x_TD, up, down, up_bias, down_bias = _autocast(x_TD, up, down, up_bias, down_bias)
     _check(x_TD, up, down, up_bias, down_bias, activation)
     (T, _), E, k = x_TD.shape, up.shape[0], expert.shape[-1]
     for name, t in (("expert", expert), ("weight", weight)):
         if t.shape != (T, k): raise ValueError(f"{name} must have shape (T, k) with T = {T}, got {tuple(t.shape)}")
+        if t.device != x_TD.device: raise ValueError(f"{name} must be on x's device {x_TD.device}, got {t.device}")
     if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
     if not weight.is_floating_point(): raise TypeError(f"weight must be floating point, got {weight.dtype}")
-    if T * k >= 2**31: raise ValueError(f"T*k must be below 2^31 assignments, got {T * k}")
-    if expert.device.type == "cpu" and not torch.compiler.is_compiling() and (expert >= E).any():
-        raise ValueError(f"expert must lie in [-1, {E}), got {int(expert.max())}")
+    if T * k >= 2**30: raise ValueError(f"T*k must be below 2^30 assignments, got {T * k}")
+    _check_values(expert, weight, E)
     tile = tile_rows(T * k, E)
     plan = expert_plan(expert, E, tile) if dispatch is None else _plan_of(dispatch, tile)
     return _experts(x_TD, weight, up, down, up_bias, down_bias, *plan, tile, activation,
-                    _needs_grad(x_TD, weight, up, down, up_bias, down_bias))[0]
+                    _needs_grad(x_TD, weight, up, down, up_bias, down_bias), *(main_grads or ()))[0]

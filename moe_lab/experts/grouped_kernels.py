@@ -62,15 +62,15 @@ def _rows(kind, a, w, out, tiles, tile, halves, *, order=None, choices=0, act=No
     config = rows_config(kind, tile, out.shape[1], halves, a.dtype, tma)
     rows_product(a, w, out, tiles, config, w_nk=kind in ("up", "down"), act=act, halves=halves, pre=pre, bias=bias, scale=scale, **gather)
 
-def _weights(kind, gathered, rows, out, offsets, tile, order, choices):
-    "dW_up or dW_down: gathered^T rows over each expert's rows, transposed for `up`."
+def _weights(kind, gathered, rows, out, offsets, tile, order, choices, add):
+    "dW_up or dW_down: gathered^T rows over each expert's rows, transposed for `up`; into out, or added to it."
     sms, _, tma = device_limits(out.device.index)
-    if choices and _on_hopper("dw", rows, tile):
+    if choices and not add and _on_hopper("dw", rows, tile):
         from moe_lab.experts.hopper_weights_kernels import weights_hopper
         return weights_hopper(gathered, rows, out, order, offsets, choices, sms, swap=kind == "up")
     left, right, side = (rows, gathered, "right") if kind == "up" else (gathered, rows, "left")
     weights_product(left, right, out, offsets, weights_config(kind, gathered.shape[1], rows.shape[1], rows.dtype, tma),
-                    gather=side if choices else "", order=order, choices=choices)
+                    gather=side if choices else "", order=order, choices=choices, add=add)
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #a23b1530
 def _pad(t, dim, width):
@@ -116,7 +116,7 @@ def forward_triton(x, weight, up, down, up_bias, down_bias, offsets, order, row,
     return y[:, :p.D].contiguous(), pre
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #8ef2d2dd
-def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs):
+def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, up_main=None, down_main=None):
     "The Triton body of the backward pass; arguments as `_backward_torch`."
     halves, R, E = get_activation(activation).halves, pre.shape[0], up.shape[0]
     p, k = Padded(x, up, down, up_bias, down_bias, halves), 0 if row is None else row.shape[1]
@@ -124,7 +124,9 @@ def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
     dy, pre = _pad(dy, 1, p.DP), p.by_half(pre, p.FP, 1)
     dh, d_pre, d_rows = new(R, p.FP), new(R, halves * p.FP), new(R, p.DP)
     d_weight = None if weight is None else torch.zeros_like(weight)
-    d_up, d_down = torch.empty_like(p.up) if needs[1] else None, torch.empty_like(p.down) if needs[2] else None
+    whole = p.DP == p.D and p.FP == p.F                   # then a kernel adds to the main buffers itself
+    d_up, d_down = (None if not n else m if m is not None and whole else torch.empty_like(w)
+                    for n, m, w in zip(needs[1:], (up_main, down_main), (p.up, p.down)))
     d_up_bias, d_down_bias = (None if b is None else torch.empty_like(b) for b in (p.up_bias, p.down_bias))
     if R:
         if k and p.FP % 64 == 0 and _on_hopper("dh", dy, tile, halves, down_bias):
@@ -135,17 +137,21 @@ def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
             _rows("dh", dy, p.down, dh, tiles, tile, halves, order=order, choices=k)
             act_backward_rows(dh, pre, d_pre, d_weight, weight, order, k, dy, p.down_bias, tiles, tile, activation, halves)
         if needs[0]: _rows("dx", d_pre, p.up, d_rows, tiles, tile, halves)
-        if needs[1]: _weights("up", p.x, d_pre, d_up, offsets, tile, order, k)
-        if needs[2]: _weights("down", dy, dh, d_down, offsets, tile, order, k)
+        if needs[1]: _weights("up", p.x, d_pre, d_up, offsets, tile, order, k, d_up is up_main)
+        if needs[2]: _weights("down", dy, dh, d_down, offsets, tile, order, k, d_down is down_main)
         if up_bias is not None: bias_sum(d_pre, d_up_bias, offsets)
         if down_bias is not None: bias_sum(dy, d_down_bias, offsets, order, k, weight)
     else:
         for g in (d_up, d_down, d_up_bias, d_down_bias):
-            if g is not None: g.zero_()
+            if g is not None and g is not up_main and g is not down_main: g.zero_()
     if row is not None: dx = sum_rows(d_rows, row) if needs[0] else None
     else: dx = d_rows if needs[0] else None
     if row is None and needs[0]: zero_tail(d_rows, offsets)
     cut = lambda g, *index: None if g is None else g[index].contiguous()
     D, F = slice(p.D), slice(p.F)
-    return (cut(dx, slice(None), D), d_weight, None if d_up is None else cut(p.by_half(d_up, p.F, 1), slice(None), slice(None), D),
-            cut(d_down, slice(None), D, F), None if d_up_bias is None else p.by_half(d_up_bias, p.F, 1), cut(d_down_bias, slice(None), D))
+    d_up, d_down = None if d_up is None else cut(p.by_half(d_up, p.F, 1), slice(None), slice(None), D), cut(d_down, slice(None), D, F)
+    if up_main is not None:
+        for main, grad in ((up_main, d_up), (down_main, d_down)):
+            if grad is not None and not whole: main += grad
+        d_up = d_down = None
+    return cut(dx, slice(None), D), d_weight, d_up, d_down, None if d_up_bias is None else p.by_half(d_up_bias, p.F, 1), cut(d_down_bias, slice(None), D)

@@ -81,26 +81,28 @@ def _(logits, k, normalize):
 
 # %% ../../nbs/routing/01_gate.ipynb #fca3a284
 @torch.library.custom_op("moe_lab::softmax_topk_backward", mutates_args=())
-def _softmax_topk_backward(d_probs: Tensor, d_weight: Tensor, probs: Tensor, ids: Tensor, normalize: bool) -> Tensor:
-    if triton_body(probs):
-        from moe_lab.routing.gate_kernels import softmax_topk_backward_triton
-        return softmax_topk_backward_triton(d_probs.contiguous(), d_weight.contiguous(), probs, ids, normalize)
-    if normalize:
+def _backward_kernel(d_probs: Tensor, d_weight: Tensor, probs: Tensor, ids: Tensor, normalize: bool) -> Tensor:
+    from moe_lab.routing.gate_kernels import softmax_topk_backward_triton
+    return softmax_topk_backward_triton(d_probs.contiguous(), d_weight.contiguous(), probs, ids, normalize)
+
+@_backward_kernel.register_fake
+def _(d_probs, d_weight, probs, ids, normalize): return torch.empty_like(probs)
+
+def _backward(d_probs, d_weight, probs, ids, normalize):
+    if triton_body(probs): return _backward_kernel(d_probs, d_weight, probs, ids, normalize)
+    if normalize:                                                                # plain operations: a second derivative exists
         chosen = probs.gather(-1, ids)
         total = chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(probs.dtype).tiny)
         d_weight = (d_weight - (d_weight * chosen / total).sum(-1, keepdim=True)) / total
     d = d_probs.scatter_add(-1, ids, d_weight)
     return torch.where(probs > 0, probs * (d - (probs * d).sum(-1, keepdim=True)), 0.)
 
-@_softmax_topk_backward.register_fake
-def _(d_probs, d_weight, probs, ids, normalize): return torch.empty_like(probs)
-
 def _save(ctx, inputs, output):
     ctx.normalize = inputs[2]
     ctx.save_for_backward(*output[:2])
     ctx.mark_non_differentiable(output[1])
 
-softmax_topk.register_autograd(lambda ctx, d_probs, _, d_weight: (_softmax_topk_backward(d_probs, d_weight, *ctx.saved_tensors, ctx.normalize), None, None),
+softmax_topk.register_autograd(lambda ctx, d_probs, _, d_weight: (_backward(d_probs, d_weight, *ctx.saved_tensors, ctx.normalize), None, None),
                                setup_context=_save)
 
 # %% ../../nbs/routing/01_gate.ipynb #5faae782
