@@ -131,7 +131,7 @@ def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False):
     sizes, cases = [2**i for i in ((12, 16) if small else range(10, 31))], [(4096, 2**26)] if small else [(4096, 2**26), (8192, 2**26), (8192, 2**28)]
     shapes = [(64, 16, 32, 4, 2)] if small else [(8192, 2048, 2048, 16, 2), (16384, 2048, 2048, 64, 2), (8192, 4096, 4096, 16, 2), (4096, 1024, 4096, 16, 2)]
     with Pool(W, timeout=120, backend="nccl" if cuda else "gloo") as pool:
-        section(report, "collectives", run_collectives, sizes, 3 if small else 9, pool=pool)
+        section(report, "collectives", run_collectives, sizes, 3 if small else 31, pool=pool)
         if cuda: section(report, "overlap", run_overlap, cases, 5, pool=pool, seconds=30)
         section(report, "pipeline", run_pipeline, shapes, (1, 2, 4, 8), 3 if small else 7, pool=pool)
     if cuda:

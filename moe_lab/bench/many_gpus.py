@@ -139,7 +139,7 @@ def _work(cuda, W, quick):
     switch = [(32, 16, 32 * W, 1), (32, 16, 32 * W, W)] if not cuda else [(T, 2048, wide, E) for T, E in ((256, 1), (2048, 1), (16384, 1), (8192, max(W // 2, 1)), (8192, W))]
     pipeline = [(64, 16, 32, 2 * W, 2)] if not cuda else [(8192, 2048, 2048, 8 * W, 2), (8192, 4096, 4096, 4 * W, 2), (32768, 4096, 4096, 4 * W, 2)]
     fusions = dict(gemm=fused.GEMM_SHAPES[:1] + fused.FEW_SHAPES[2:3], embedding=fused.EMB_SHAPES[:1], gemv=fused.GEMV_SHAPES[:1])
-    work = dict(exchange=(60, run_exchange, sizes, rounds), layer=(120, run_scaling, layers, rounds), switch=(50, run_switch, switch, rounds),
+    work = dict(exchange=(60, run_exchange, sizes, 5 * rounds), layer=(120, run_scaling, layers, rounds), switch=(50, run_switch, switch, rounds),
                 pipeline=(50, run_pipeline, pipeline, (1, 2, 4, 8), rounds))
     return work | dict(fused=(80, run_fused, fusions, 15)) if cuda else work
 

@@ -17,7 +17,7 @@ from ..cluster.topology import a100
 from ..core.types import Cluster, Level
 from ..models.zoo import Layer
 from .collectives import alltoall
-from .step import Strategy, gemm_back_seconds, gemm_seconds, layer_time
+from .step import Strategy, gemm_back_seconds, gemm_seconds, layer_time, stream_seconds
 from .workload import bare_layer
 
 # %% ../../nbs/sim/05_validation.ipynb #56d1af17
