@@ -196,8 +196,8 @@ def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False, sha
     small = quick or device == "cpu"
     report = Report("grouped", out, machine(device, "sonic-moe", "liger-kernel"), dict if small else lambda: dict(copy=copy_rate(device), matmul=matmul_rate(device)))
     if not report.done(dict(what="plan")): report.add(dict(what="plan"), **plan_time(device, 3 if small else 50))
-    for s in ["tiny"] if small else shapes or SHAPES:
-        for peers in [PEERS[0][:2 if device == "cuda" else 1]] if small else PEERS:
+    for peers in [PEERS[0][:2 if device == "cuda" else 1]] if small else PEERS:           # quick ones first, at all shapes
+        for s in ["tiny"] if small else shapes or SHAPES:
             left = [q for q in peers if not report.done(dict(shape=s, peer=q))]
             if small: rows = contest((256, 64, 96, 4, 2), left, device, torch.float32 if device == "cpu" else torch.bfloat16, 3)
             else: rows = _child(s, left, device, limit) if left else []
