@@ -216,3 +216,56 @@ def test_killed_in_a_move(ranks, tmp_path, when):
     assert set(e.value.failures) | set(e.value.running) == {0, 1, 2} and steps(tmp_path) == [4]
     want = ranks.run(wander, "adamw", False, n=4)[0][0]
     for losses in ranks.run(continued, tmp_path, 3, 5, n=2): assert losses == pytest.approx(want[4:], abs=1e-9, rel=0)
+
+
+# Leaving -------------------------------------------------------------------------------------------------------------
+
+def leaves(root, how, victim, last=12):
+    "Training that goes on when `victim` is killed in step 8; `how`: 'copies' everywhere, 'one' copy of each, 'goodbye': emptied first."
+    from moe_lab.placement.survive import recover, regroup
+    from moe_lab.placement.vexpert import evacuate
+    everywhere = [Placement(torch.ones(m, 3, dtype=torch.int64)) for m in (5, 6)]
+    torch.manual_seed(0); model = Model(everywhere if how == "copies" else starts(3)).to(f64)
+    opt, losses, step, events = optimizers["adamw"](model.parameters()), {}, 0, []
+    while step < last:
+        try:
+            if step == 7 and dist.get_rank() == victim and not events: type(model.b.exchange).join_replicas = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            losses[step + 1], = train(model, opt, step + 1, step + 1)
+            step += 1
+            if step == 4 and not steps(root): save(root, step, model, opt)
+            if step == 5 and how == "goodbye": move(model, opt, [evacuate(m.exchange.placement, [victim], 6) for m in placed_layers(model)], step)
+        except RuntimeError:
+            members = regroup()
+            step = recover(model, opt, members, step, root, 6)
+            events.append([members, step])
+    check_copies(model)
+    open(f"{root}/after-{dist.get_rank()}.json", "w").write(json.dumps([list(losses.values()), events]))
+
+@pytest.mark.parametrize("how,back_to", [("copies", 7), ("one", 4), ("goodbye", 7)])
+def test_a_rank_leaves_and_training_goes_on(tmp_path, ranks, how, back_to):
+    from moe_lab.cluster.launch import Pool
+    want = ranks.run(wander, "adamw", False, n=3)[0][0]
+    with Pool(3, timeout=3, backend="gloo") as pool:
+        pool.grace = 60.
+        with pytest.raises(RankError) as e: pool.run(leaves, tmp_path, how, 0)
+    assert e.value.rank == 0 and not [f for f in e.value.failures if f != 0]
+    for r in (0, 1):
+        losses, events = json.loads((tmp_path / f"after-{r}.json").read_text())
+        assert events == [[[1, 2], back_to]] and losses == pytest.approx(want, abs=1e-9, rel=0)
+
+
+def test_lost_without_a_checkpoint(tmp_path):
+    from moe_lab.cluster.launch import Pool
+    def run(root):
+        from moe_lab.placement.survive import recover, regroup
+        model = make_model(2); opt = optimizers["adamw"](model.parameters())
+        train(model, opt, 1, 1)
+        if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+        try: train(model, opt, 2, 2)
+        except RuntimeError: members = regroup()
+        try: recover(model, opt, members, 1, root, 6)
+        except ValueError as e: open(f"{root}/said", "w").write(str(e))
+    with Pool(2, timeout=3, backend="gloo") as pool:
+        pool.grace = 60.
+        with pytest.raises(RankError): pool.run(run, str(tmp_path))
+    assert "experts are lost with ranks [1], and there is no checkpoint" in (tmp_path / "said").read_text()

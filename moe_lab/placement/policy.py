@@ -16,11 +16,12 @@ from .vexpert import Move, apply, balance_ratio
 # %% ../../nbs/placement/04_policy.ipynb #ad7ab820
 class Planner:
     "Incremental state of the greedy search: placement, each expert's columns, each device's sums."
-    def __init__(self, cost: Cost, counts: np.ndarray, placement: Placement, slots: int, candidates: int = 32):
+    def __init__(self, cost: Cost, counts: np.ndarray, placement: Placement, slots: int | np.ndarray, candidates: int = 32):
         self.cost, self.counts, self.slots, self.candidates = cost, np.asarray(counts, float).T.copy(), slots, candidates
         self.p = placement.slots.numpy().copy()
         if self.counts.shape != self.p.shape: raise ValueError(f"counts must be (G, E) = {self.p.shape[::-1]}, got {np.asarray(counts).shape}")
-        if slots < self.p.sum(0).max(): raise ValueError(f"slots must be at least the {self.p.sum(0).max()} that a device already uses, got {slots}")
+        if (over := self.p.sum(0) - slots).max() > 0:
+            raise ValueError(f"slots must be at least the {self.p.sum(0)[over.argmax()]} that device {over.argmax()} already uses, got {slots}")
         self.load, self.parts = self.counts.sum(1), total(cost, self.counts, self.p)
 
     def _better(self, delta):
@@ -102,7 +103,7 @@ class Planner:
 
 # %% ../../nbs/placement/04_policy.ipynb #74c0e652
 def schedule(cost: Cost, counts: np.ndarray, # (G,E) tokens of source device g for expert e
-             placement: Placement, slots: int, # vExpert slots of each device
+             placement: Placement, slots: int | np.ndarray, # vExpert slots of each device, one number or (G,)
              threshold: float = 1.1, # balance ratio above which something moves
              max_plans: int | None = None, # exchanges in one call; None: as many as pay
              migrate: bool = True) -> tuple[Placement, list[Move]]:

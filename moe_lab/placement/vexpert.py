@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['initial', 'device_load', 'balance_ratio', 'Move', 'expand', 'shrink', 'migrate', 'apply', 'moved_copies',
-           'state_bytes']
+           'state_bytes', 'memory_slots', 'evacuate']
 
 # %% ../../nbs/placement/01_vexpert.ipynb #6e40048d
 from dataclasses import dataclass
@@ -16,18 +16,25 @@ from ..core.types import Placement
 
 # %% ../../nbs/placement/01_vexpert.ipynb #2f50e60d
 def initial(num_experts: int, num_devices: int,
-            slots: int, # vExpert slots of each device
+            slots: int | np.ndarray, # vExpert slots of each device, one number or (G,)
            ) -> Placement:
-    "Expert parallelism with each device's slots filled by its own experts, the first ones getting what does not divide."
+    """Expert parallelism with each device's slots filled by its own experts, the first ones getting what does not divide.
+
+    Where devices differ, an expert that does not fit at home starts on the device with most free slots."""
     E, G = num_experts, num_devices
-    if slots * G < E: raise ValueError(f"{G} devices with {slots} slots hold {slots * G} vExperts, fewer than the {E} experts")
-    p = Placement.expert_parallel(E, G).slots
+    slots = np.broadcast_to(slots, (G,))
+    if slots.min() < 0: raise ValueError(f"slots must be >= 0, got {slots.min()}")
+    if slots.sum() < E: raise ValueError(f"{G} devices with {slots.sum()} slots in all hold fewer than the {E} experts")
+    p = Placement.expert_parallel(E, G).slots.numpy()
     for g in range(G):
-        own = p[:, g].nonzero().flatten()
-        if len(own) > slots: raise ValueError(f"slots must be at least {len(own)}: device {g} owns that many experts")
-        base, more = divmod(slots, len(own)) if len(own) else (0, 0)
-        for i, e in enumerate(own): p[e, g] = base + (i < more)
-    return Placement(p)
+        for e in np.flatnonzero(p[:, g])[slots[g]:]:
+            p[e, g] = 0
+            if not p[e].any(): p[e, int((slots - p.sum(0)).argmax())] = 1
+    for g in range(G):
+        own = np.flatnonzero(p[:, g])
+        base, more = divmod(slots[g], len(own)) if len(own) else (0, 0)
+        p[own, g] = base + (np.arange(len(own)) < more)
+    return Placement(torch.from_numpy(p))
 
 # %% ../../nbs/placement/01_vexpert.ipynb #3349843c
 def device_load(load: np.ndarray, # (E,) tokens an expert gets
@@ -68,10 +75,11 @@ def _with(placement, changes):
 
 # %% ../../nbs/placement/01_vexpert.ipynb #191cdd1d
 def expand(placement: Placement, expert: int, device: int,
-           slots: int | None = None, # slots of a device, to refuse an overfull one
+           slots: int | np.ndarray | None = None, # slots of a device, or of each, to refuse an overfull one
           ) -> Placement:
     "One more vExpert of `expert` on `device`."
-    if slots is not None and int(placement.slots[:, device].sum()) >= slots: raise ValueError(f"device {device} has no free slot of its {slots}")
+    if slots is not None and placement.slots[:, device].sum() >= (own := np.broadcast_to(slots, (placement.num_devices,))[device]):
+        raise ValueError(f"device {device} has no free slot of its {own}")
     return _with(placement, [(expert, device, 1)])
 
 
@@ -86,7 +94,7 @@ def migrate(placement: Placement, expert: int, source: int, other: int, device: 
     return _with(placement, [(expert, source, -1), (expert, device, 1), (other, device, -1), (other, source, 1)])
 
 
-def apply(placement: Placement, moves: list[Move], slots: int | None = None) -> Placement:
+def apply(placement: Placement, moves: list[Move], slots: int | np.ndarray | None = None) -> Placement:
     "All moves, in order."
     for m in moves:
         if m.kind == "expand": placement = expand(placement, m.expert, m.device, slots)
@@ -106,3 +114,33 @@ def state_bytes(d_model: int, d_hidden: int, gated: bool = True,
                ) -> int:
     "Bytes of one expert's parameters and optimizer state."
     return (3 if gated else 2) * d_model * d_hidden * (weight + optimizer)
+
+
+def memory_slots(memory: np.ndarray, # (G,) [B] that each device has for experts
+                 expert_bytes: int, # of one expert with its optimizer state
+                ) -> np.ndarray: # (G,) int64
+    "vExpert slots that fit each device's memory, if no two of them share a copy."
+    memory = np.asarray(memory, float)
+    if not (expert_bytes > 0 and np.isfinite(memory).all() and (memory >= 0).all()): raise ValueError(f"memory must be finite and >= 0, expert_bytes > 0, got {memory} and {expert_bytes}")
+    return (memory // expert_bytes).astype(np.int64)
+
+# %% ../../nbs/placement/01_vexpert.ipynb #7b765d36
+def evacuate(placement: Placement,
+             devices: list[int], # that leave
+             slots: int | np.ndarray, # of each device
+             load: np.ndarray | None = None, # (E,) tokens of each expert; None: all alike
+            ) -> Placement: # the same shape; the devices have nothing
+    "A placement without some devices. ValueError when the others cannot hold every expert."
+    p, (E, G) = placement.slots.numpy().copy(), placement.slots.shape
+    if not set(devices) < set(range(G)): raise ValueError(f"devices must be some of {G} and not all, got {list(devices)}")
+    p[:, devices], slots, load = 0, np.broadcast_to(slots, (G,)).copy(), np.ones(E) if load is None else np.asarray(load, float)
+    slots[devices] = 0
+    if slots.sum() < E: raise ValueError(f"slots must hold the {E} experts without devices {list(devices)}, there are {slots.sum()}")
+    homeless = np.flatnonzero(p.sum(1) == 0)
+    for e in homeless[np.argsort(-load[homeless], kind="stable")]:
+        share = load / np.maximum(p.sum(1), 1)
+        if (p.sum(0) >= slots).all():
+            x, g = np.unravel_index(np.where((p > 0) & (p.sum(1) > 1)[:, None], share[:, None], np.inf).argmin(), p.shape)
+            p[x, g] -= 1
+        p[e, int(np.where(p.sum(0) < slots, share @ p, np.inf).argmin())] = 1
+    return Placement(torch.from_numpy(p))

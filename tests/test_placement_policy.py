@@ -1,0 +1,70 @@
+"""Plans: any load, devices that differ, devices that leave; and constants that come from a file."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from moe_lab.cluster.topology import h200_nvlink, nd_a100_v4
+from moe_lab.core.types import Placement
+from moe_lab.placement.cost import Cost, step_seconds
+from moe_lab.placement.policy import schedule
+from moe_lab.placement.rivals import eplb
+from moe_lab.placement.vexpert import apply, balance_ratio, evacuate, initial, memory_slots
+
+
+@given(st.integers(1, 10), st.integers(2, 6), st.integers(0, 10**6), st.booleans())
+def test_unlike_devices_never_hold_more_than_they_can(E, G, seed, idle):
+    rng = np.random.default_rng(seed)
+    if E < G and G % E: return
+    slots = rng.integers(0, 5, G)
+    if slots.sum() < E:
+        with pytest.raises(ValueError, match="hold fewer than"): initial(E, G, slots)
+        return
+    p0 = initial(E, G, slots)
+    assert (p0.slots.numpy().sum(0) <= slots).all()
+    cost = Cost(h200_nvlink(G), rng.uniform(1e5, 1e6, G), 128, 1e4)
+    counts = np.zeros((G, E), int) if idle else rng.integers(0, 100, (G, E))                # P03: no load
+    p1, moves = schedule(cost, counts, p0, slots, 1.01)
+    assert (p1.slots.numpy().sum(0) <= slots).all() and (p1.slots.sum(1) >= 1).all()
+    assert step_seconds(cost, counts, p1) <= step_seconds(cost, counts, p0) * (1 + 1e-9) and (moves == [] or not idle)
+    assert apply(p0, moves, slots).slots.equal(p1.slots) and np.isfinite(balance_ratio(counts.sum(0), p1))
+
+
+@given(st.integers(1, 8), st.integers(2, 5), st.integers(0, 10**6))
+def test_whoever_leaves_every_expert_finds_a_place(E, G, seed):
+    rng = np.random.default_rng(seed)
+    if E < G and G % E: return
+    slots = rng.integers(0, 5, G) + -(-E // G)
+    p, gone = initial(E, G, slots), sorted(rng.permutation(G)[:int(rng.integers(1, G))].tolist())
+    stay = [g for g in range(G) if g not in gone]
+    if slots[stay].sum() < E:
+        with pytest.raises(ValueError, match="must hold"): evacuate(p, gone, slots)
+        return
+    q = evacuate(p, gone, slots, rng.integers(0, 50, E)).slots.numpy()
+    assert (q.sum(1) >= 1).all() and (q.sum(0) <= slots).all() and not q[:, gone].any()
+    before = p.slots.numpy()
+    kept = (before[:, stay] > 0).any(1)
+    assert ((q[:, stay] > 0) <= (before[:, stay] > 0))[kept].all()                          # who had a home elsewhere moves nowhere
+
+
+def test_a_slow_device_in_a_node_gets_its_share():
+    speed = np.full(16, 1e6); speed[3] = .25e6
+    cost = Cost(nd_a100_v4(2), speed, 128, 1e4)
+    even = np.full((16, 32), 64)
+    p, _ = schedule(cost, even, initial(32, 16, 4), 4, 1.05)
+    tokens = (even.sum(0) / p.slots.numpy().sum(1)) @ p.slots.numpy()
+    assert tokens[3] < .5 * np.delete(tokens, 3).mean()
+
+
+@pytest.mark.parametrize("bad,message", [(dict(devices=3, nodes=2), "devices"), (dict(replicas=10), "multiple of devices"), (dict(replicas=4), "at least the number of experts")])
+def test_plans_that_do_not_divide_say_so(bad, message):                                     # P02
+    with pytest.raises(ValueError, match=message): eplb(np.ones((1, 8)), **dict(replicas=12, groups=4, nodes=2, devices=4) | bad)
+
+
+def test_wrong_arguments():
+    p = Placement.expert_parallel(4, 2)
+    cost = Cost(h200_nvlink(2), 1e6, 1., 1.)
+    for f, message in ((lambda: schedule(cost, np.ones((4, 2), int), p, 2), r"counts must be \(G, E\) = \(2, 4\)"), (lambda: schedule(cost, np.ones((2, 4), int), p, [2, 1]), "that device 1 already uses"),
+                       (lambda: schedule(cost, np.ones((2, 4), int), p, 2, .5), "threshold must be >= 1"), (lambda: initial(4, 2, [5, -1]), "slots must be >= 0"),
+                       (lambda: evacuate(p, [2], 4), "devices must be some of 2"), (lambda: memory_slots([-1.], 5), "memory must be finite"), (lambda: Cost(h200_nvlink(2), 1e6, 1., 1., fixed=-1.), "fixed must be")):
+        with pytest.raises(ValueError, match=message): f()
