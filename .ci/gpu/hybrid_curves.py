@@ -3,7 +3,7 @@
     python hybrid_curves.py REPO [OUT]      # REPO: a checkout of moe_lab; OUT: folder for results (default $OUT or .)
 
 Reads stdlib311.tar.gz beside this file. Writes hybrid_curves.cuda.json after every run; run again with the same OUT to go
-on. JOBS: processes (default 10). SEEDS (default 3). LIMIT: seconds after which no new run starts (default 200).
+on. JOBS: processes (default 9). SEEDS (default 3). LIMIT: seconds after which no new run starts (default 60).
 """
 import json, os, sys, tarfile, tempfile, time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -44,7 +44,7 @@ def main():
     names = sorted(arms(SCALES[SCALE]), key=lambda a: a not in first)
     jobs = [(a, s) for part in (names[:3], names[3:]) for s in range(int(os.environ.get("SEEDS", 3))) for a in part if (a, s) not in have]
     where = f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else DEVICE}, PyTorch {torch.__version__}, text of Python 3.11"
-    began, limit, workers, running = time.time(), float(os.environ.get("LIMIT", 200)), int(os.environ.get("JOBS", 10)), set()
+    began, limit, workers, running = time.time(), float(os.environ.get("LIMIT", 60)), int(os.environ.get("JOBS", 9)), set()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=start, initargs=(repo, data)) as pool:
         while jobs or running:
             while jobs and len(running) < workers and time.time() - began < limit: running.add(pool.submit(one, jobs.pop(0)))

@@ -87,7 +87,7 @@ def adamw_select(w, g, m, v, shared, threshold, k, h, block: int = 1024):
     room = min(block, max(16, triton.next_power_of_2(8 * block * k // n)))
     value, index = torch.empty(E, blocks, room, dtype=w.dtype, device=dev), torch.empty(E, blocks, room, dtype=torch.int32, device=dev)
     count = torch.empty(E, blocks, dtype=torch.int32, device=dev)
-    _adamw_select[(blocks, E)](w, g.contiguous(), m, v, shared.contiguous(), threshold.float(), value, index, count, n, blocks, h.lr, *h.betas, h.eps,
+    _adamw_select[(blocks, E)](w, g.contiguous(), m, v, shared.contiguous(), threshold.float().contiguous(), value, index, count, n, blocks, h.lr, *h.betas, h.eps,
                                h.weight_decay, *h.corrections, BLOCK=block, ROOM=room, num_warps=4)
     out, out_index = torch.zeros(E, k, dtype=w.dtype, device=dev), torch.full((E, k), n - 1, dtype=torch.int32, device=dev)
     starts = (count.cumsum(1) - count).to(torch.int32)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.types import Routing
 from ..experts.grouped import grouped_moe
 from ..experts.layer import Experts, MoE
-from .compress import decode, encode, entries_for_ratio, shared_expert
+from .compress import entries_for_ratio, shared_expert
 from ..models.corpus import Corpus, load_corpus
 from ..models.gpt import GPTConfig
 from ..models.train import TrainConfig, evaluate, fit
@@ -31,7 +31,10 @@ def copies(w: Tensor, # (E, ...) experts as their owners have them
           ) -> Tensor: # (E, ...)
     "What everybody else computes with."
     s = shared_expert(w) if shared else torch.zeros_like(w[0])
-    return decode(encode(w, s, entries_for_ratio(s.numel(), ratio, w.element_size())), s)
+    k = entries_for_ratio(s.numel(), ratio, w.element_size())
+    if not 0 < k < s.numel(): return w.clone() if k else s.expand_as(w).clone()
+    far = (w - s).abs().flatten(1)
+    return torch.where((far >= far.topk(k).values[:, -1:]).view_as(w), w, s)       # `decode(encode(...))`, with nothing packed in between
 
 
 class _Through(torch.autograd.Function):
@@ -71,7 +74,7 @@ SCALES = {
     "cpu": Scale(GPTConfig(1024, d_model=64, num_layers=2, num_heads=4, d_hidden=256, experts=8, activation="gelu"),
                  TrainConfig(steps=150, batch_size=8, lr=4e-3, warmup=20, eval_every=50, save_every=1000), 8, (50.,)),
     "gpu": Scale(GPTConfig(1024, d_model=256, num_layers=4, num_heads=8, d_hidden=1024, experts=16, top_k=2, activation="gelu"),
-                 TrainConfig(steps=600, batch_size=16, context=256, lr=2e-3, warmup=60, eval_every=100, save_every=1000), 8, (10., 50., 200.)),
+                 TrainConfig(steps=500, batch_size=16, context=256, lr=2e-3, warmup=50, eval_every=250, eval_windows=64, save_every=1000), 8, (50., 10.)),
 }
 
 def arms(scale: Scale) -> dict[str, Migrated | None]:
