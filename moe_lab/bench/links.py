@@ -73,7 +73,7 @@ def run_pipeline(shapes, degrees, rounds):
     device, g = rank_device(), grid()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for T, D, F, E, k in shapes:
-        mine = Pipelined(g).experts(D, F, E, "gelu").to(device, dtype)
+        with torch.device(device): mine = Pipelined(g).experts(D, F, E, "gelu").to(dtype)
         x = torch.randn(E, k * T // E, D, device=device, dtype=dtype).requires_grad_()
         for d in degrees:
             ex = Pipelined(g, degree=d)
