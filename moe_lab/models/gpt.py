@@ -124,7 +124,7 @@ class Attention(nn.Module):
             k, v, seen = cache.update(self.layer, k, v)
             k, v = k.to(q.dtype), v.to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=self.heads != self.kv_heads)
-        return self.out(y.transpose(1, 2).reshape(B, S, D))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 # %% ../../nbs/models/02_gpt.ipynb #08402dea
 class MLP(Experts):
