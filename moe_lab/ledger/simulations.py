@@ -6,7 +6,8 @@
 __all__ = ['forward_seconds', 'trillion_latency', 'serving_rate', 'training_rate', 'training_gain', 'layer_speedup',
            'exchange_shares', 'pipelining_gains', 'pipelining_at', 'two_dh_wins', 'switch_seconds', 'switch_changes',
            'switch_gains', 'worst_balance', 'flexmoe_speedup', 'share_error', 'wrong_shadows', 'smartmoe_seconds',
-           'data_centre_speedup', 'fixed_share_speedup', 'expert_size_speedup', 'data_speedup']
+           'data_centre_speedup', 'fixed_share_speedup', 'expert_size_speedup', 'data_speedup', 'recommender_cut',
+           'recommender_skew']
 
 # %% ../../nbs/ledger/02_simulations.ipynb #69680d65
 from functools import lru_cache
@@ -25,6 +26,7 @@ from ..placement.tokens import route_tokens
 from ..placement.vexpert import balance_ratio, initial
 from ..plan import plans
 from ..sim.collectives import alltoall
+from ..sim.dlrm import DLRM, WAYS, dlrm_cluster, dlrm_cut, dlrm_skew
 from ..sim.step import Strategy, layer_time
 from ..sim.validation import both_ways, breakdown, configurations, gains, published, table6_cluster, tutel_cluster
 from ..sim.workload import bare_layer
@@ -181,3 +183,12 @@ def data_speedup(*megabytes: float) -> list[float]:
     "HybridEP over expert parallelism on 4 data centres, P_E 0.36 MB, 10 Gb/s, 1 ms, for several D. Communication only."
     ws = [Workload(d * 1e6, .36e6, 4, 1.25e9, 1e-3) for d in megabytes]
     return [_gain(w, best_p(w)) for w in ws]
+
+# %% ../../nbs/ledger/02_simulations.ipynb #d6767a30
+def recommender_cut(nodes: int, tables: int, part: str) -> float: # [%]
+    "What fusing takes off the training 'step', or off 'lookups' and their exchange; `tables` on each node."
+    return dlrm_cut(DLRM(tables=tables), dlrm_cluster(nodes), part)
+
+def recommender_skew() -> list[float]: # [natural order, remote first], % of the step
+    "Skew between two nodes with 64 tables each."
+    return [dlrm_skew(DLRM(tables=64), dlrm_cluster(2), how) for how in WAYS[1:]]
