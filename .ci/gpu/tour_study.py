@@ -1,9 +1,9 @@
-"""Three seeds and a learning-rate sweep of the tour's five models, on one GPU: 100 runs of 500 steps, several at a time.
+"""Three seeds and a learning-rate sweep of the tour's five models, on one GPU: 80 runs of 1,000 steps, several at a time.
 
     python tour_study.py REPO [OUT]        # REPO: a checkout of moe_lab; OUT: folder for results (default $OUT or .)
 
 Reads stdlib311.tar.gz beside this file (the text of the reference run). Writes tour_study.json after every run, so that
-a kill loses nothing; run again with the same OUT to go on. About 3-4 minutes on an H200 with 16 cores.
+a kill loses nothing; run again with the same OUT to go on. About 4 minutes on an H200 with 16 cores.
 """
 import json, os, sys, tarfile, tempfile, time
 from concurrent.futures import ProcessPoolExecutor, as_completed
