@@ -140,6 +140,62 @@ def test_uneven_experts_are_refused(ranks):
     with pytest.raises(RankError, match="experts must divide evenly over the 2 ranks, got 5"): ranks.run(_uneven, n=2)
 
 
+# ---- the planner across data centres
+SMALL = dict(hidden_size=512, vocab_size=1000, num_attention_heads=8, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2, intermediate_size=512)
+
+def _plan(tmp_path, *levels, memory="80 GB", extra=()):
+    "Exit status of `moe-lab plan` on a YAML cluster; levels: (name, size, bandwidth)."
+    import json
+    from moe_lab.cli import main
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    text = "".join(f"  - {{name: {n}, size: {s}, bandwidth: {b}}}\n" for n, s, b in levels)
+    (tmp_path / "c.yaml").write_text(f"device: {{name: some, flops: 300 TFLOP/s, bandwidth: 2 TB/s, memory: {memory}}}\nlevels:\n{text}")
+    return main(["plan", str(tmp_path / "config.json"), str(tmp_path / "c.yaml"), "--tokens", "65536", "--seq", "256", "--top", "1", *extra])
+
+
+def test_plan_answers_for_data_centres(tmp_path, capsys):
+    import json
+    levels = ("dc", 2, "1 Gb/s"), ("gpu", 4, "100 Gb/s")
+    assert _plan(tmp_path, *levels) == 0
+    out = capsys.readouterr().out
+    for word in ("Across data centres (2 x 1 Gb/s)", "p* 0.00", "domains dc 2 of 2", "x over plain EP", "gradients", "compressing"): assert word in out
+    assert _plan(tmp_path, *levels, extra=["--json"]) == 0
+    far = json.loads(capsys.readouterr().out)["across"]
+    assert far["exact"]["domains"][0] == 2 and far["speedup"] > 1 and far["sizes"] == [2, 4] and isinstance(far["compress"], bool)
+    assert _plan(tmp_path, ("node", 2, "1 Gb/s"), levels[1], extra=["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["across"] is None
+
+
+@pytest.mark.parametrize("levels, memory, status, says", [
+    ([("dc", 2, "0 Gb/s"), ("gpu", 4, "100 Gb/s")], "80 GB", 2, "bandwidth of level 'dc' must be finite and > 0"),
+    ([("dc", 1, "1 Gb/s")], "80 GB", 0, "one GPU: nothing travels"),
+    ([("dc", 1, "1 Gb/s"), ("gpu", 4, "100 Gb/s")], "80 GB", 0, "one data centre: nothing crosses"),
+    ([("dc", 2, "1 Gb/s"), ("gpu", 8, "100 Gb/s")], "80 GB", 0, "no token has to leave it"),
+    ([("dc", 2, "1 Gb/s"), ("gpu", 4, "100 Gb/s")], "1 MB", 2, "does not fit"),
+])
+def test_plan_at_the_edges(tmp_path, capsys, levels, memory, status, says):
+    assert _plan(tmp_path, *levels, memory=memory) == status
+    out = capsys.readouterr()
+    assert says in out.out + out.err and "Traceback" not in out.err
+
+
+def test_plan_is_quick_on_1024_gpus(capsys):
+    import time
+    from moe_lab.cli import main
+    start = time.process_time()
+    assert main(["plan", "deepseek-v3", "a800_dc:128", "--top", "3"]) == 0
+    assert time.process_time() - start < 5
+    assert "Across data centres" in capsys.readouterr().out
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.floats(1e4, 1e9), st.floats(1e3, 1e8), st.sampled_from([None, 10., 50.]))
+def test_the_best_domains_are_the_best_of_all(dcs, gpus, data, expert, ratio):
+    from moe_lab.hybrid_ep.scale import Block, all_domains, best_domains, far_cluster, seconds
+    b, c = Block(data, expert, 1, 1e-3, 1e-3), far_cluster(dcs, 10., gpus)
+    d, t = best_domains(b, c, (dcs, gpus), ratio)
+    assert t == min(seconds(b, c, o, ratio) for o in all_domains((dcs, gpus)))
+
+
 # ---- kernels on a GPU (under the interpreter they run in their notebook)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ __all__ = ['expert_devices', 'Choice', 'Advice', 'advise', 'explain']
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #7a034d82
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import isinf, prod
 
 from ..cluster.topology import device_bandwidth
 from ..core.types import Cluster
@@ -53,19 +53,24 @@ def _choice(b, cluster, sizes, ratio, room, layers):
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #02616013
 @dataclass(frozen=True)
 class Advice:
-    """What to do between data centres. `sizes`: devices of an expert group at each level; `plain`: seconds of a block in plain expert parallelism;
-    `exact`, `compressed`: None when there is nothing to choose, and `why` says so."""
+    """What to do between data centres. `tokens` of a device and micro-batch; `sizes`: devices of an expert group at each level; `plain`: seconds of a block in plain expert parallelism;
+    `exact`, `compressed`: None when there is nothing to choose, and `why` says so; `room`: bytes that copies may take."""
     cluster: Cluster
+    tokens: int
     sizes: tuple[int, ...]
     plain: float
     exact: Choice | None
     compressed: Choice | None
+    room: float = 0.
     why: str = ""
 
     @property
-    def speedup(self):
-        "Of the better choice over plain expert parallelism, for a MoE block with the layers before it."
-        return max(1., self.plain / min(self.exact.seconds, self.compressed.seconds)) if self.exact else 1.
+    def seconds(self):
+        "Of a MoE block with the layers before it, forward and backward, the fastest way."
+        return min([self.plain, *(c.seconds for c in (self.exact, self.compressed) if c)])
+
+    @property
+    def speedup(self): return self.plain / self.seconds
 
     @property
     def compress(self):
@@ -75,7 +80,8 @@ class Advice:
     def record(self) -> dict:
         "As plain data, for JSON."
         one = lambda c: c and asdict(c)
-        return dict(sizes=self.sizes, plain_seconds=self.plain, exact=one(self.exact), compressed=one(self.compressed), speedup=self.speedup, compress=self.compress, why=self.why)
+        return dict(tokens=self.tokens, sizes=self.sizes, seconds=self.seconds, plain_seconds=self.plain, exact=one(self.exact), compressed=one(self.compressed), speedup=self.speedup, compress=self.compress,
+                    room=None if isinf(self.room) else self.room, why=self.why)
 
 
 def advise(model: Model, cluster: Cluster,
@@ -90,9 +96,9 @@ def advise(model: Model, cluster: Cluster,
     here = cluster.num_devices // cluster.levels[0].size
     why = "one GPU: nothing travels" if cluster.num_devices == 1 else "one data centre: nothing crosses" if cluster.levels[0].size == 1 else \
         f"the experts fill {W} GPUs, one data centre has {here}: no token has to leave it" if sizes[0] == 1 else ""
-    if why: return Advice(cluster, sizes, plain, None, None, why)
+    if why: return Advice(cluster, tokens, sizes, plain, None, None, room, why)
     layers = sum(l.experts > 0 for l in model.layers)
-    return Advice(cluster, sizes, plain, *(_choice(b, cluster, sizes, r, max(room, 0.), layers) for r in (None, ratio)))
+    return Advice(cluster, tokens, sizes, plain, *(_choice(b, cluster, sizes, r, max(room, 0.), layers) for r in (None, ratio)), room)
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #4b371eb6
 def explain(a: Advice) -> str:
@@ -102,11 +108,13 @@ def explain(a: Advice) -> str:
     if a.why: return head + a.why + "."
     best = a.compressed if a.compress else a.exact
     where = " x ".join(f"{l.name} {n}" for l, n in zip(a.cluster.levels, a.sizes))
-    lines = [head + f"an expert group is {where}; times are of a MoE block with the layers before it, forward and backward, a micro-batch."]
+    lines = [head + f"an expert group is {where}; times are of a MoE block with the layers before it, forward and backward, of {a.tokens} tokens a GPU."]
     for c in (a.exact, a.compressed):
         d = ", ".join(f"{l.name} {s} of {n}" for l, s, n in zip(a.cluster.levels, c.domains, a.sizes))
         name = "experts as they are" if c.ratio is None else f"compressed {c.ratio:g} times"
+        if a.seconds == a.plain and c.copies == 0: continue
         lines.append(f"  {name:20} p* {c.best_share:.2f}; domains {d} (p {c.share:.2f}): {1e3 * c.seconds:.3g} ms, {a.plain / c.seconds:.2f}x over plain EP ({1e3 * a.plain:.3g} ms); copies {c.copies / 1e9:.2f} GB")
         for level, t in c.traffic.items(): lines.append(f"    {level:>8}: tokens 4 x {t['tokens'] / 1e6:.3g} MB, experts {t['experts'] / 1e6:.3g} MB, gradients {t['gradients'] / 1e6:.3g} MB of a GPU")
-    lines.append("  " + ("plain expert parallelism is best" if a.speedup == 1 else f"best: {a.speedup:.2f}x, domains {best.domains}") + ("; compressing pays." if a.compress else "; compressing does not pay."))
+    if a.room <= 0: lines.append("  a device has no memory left for copies of experts")
+    lines.append("  " + (f"plain expert parallelism is best: {1e3 * a.plain:.3g} ms, p* {a.exact.best_share:.2f} by the stream model" if a.speedup == 1 else f"best: {a.speedup:.2f}x, domains {best.domains}") + ("; compressing pays." if a.compress else "; compressing does not pay."))
     return "\n".join(lines)
