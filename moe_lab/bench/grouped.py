@@ -119,7 +119,7 @@ def errors(f, p, tokens: int = 128): # -> relative errors of y, dx, dweight, dup
         x, g, s = p["x"][some[t]].double(), p["dy"][some[t]].double(), p["weight"][some[t], j].double()[:, None]
         pre, gw = x @ up(e).t(), g @ down(e)
         exact[0].index_add_(0, t, s * (act.forward(pre) @ down(e).t()))
-        exact[1].index_add_(0, t, act.backward(pre, s * gw) @ up(e))
+        exact[1].index_add_(0, t, act.backward(pre, s * gw)[1] @ up(e))
         exact[2][t, j] = (gw * act.forward(pre)).sum(1)
     junk = torch.full((p["expert"].numel() * 3 * max(D, p["up"].shape[1]),), float("nan"), dtype=p["x"].dtype, device=p["x"].device)
     del junk
@@ -136,7 +136,7 @@ def _weight_gradient(p, e, which, act):
     x, g, s = p["x"][t].double(), p["dy"][t].double(), p["weight"][t, j].double()[:, None]
     pre = x @ p["up"][e].double().t()
     if which == "down": return g.t() @ (s * act.forward(pre))
-    return act.backward(pre, s * (g @ p["down"][e].double())).t() @ x
+    return act.backward(pre, s * (g @ p["down"][e].double()))[1].t() @ x
 
 # %% ../../nbs/bench/04_grouped.ipynb #79e299cf
 def _inputs(name, p):

@@ -122,7 +122,7 @@ def dispatch(expert: Tensor, # (T,k) int64 ids; -1 for none
     slot[queue] = torch.where(keep, slot_sorted, -1)
     counts = total if capacity is None else total.clamp(max=capacity)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    order = queue[(~keep).long().argsort(stable=True)]    # kept first, each part still in expert order
+    order = queue if capacity is None else queue[(~keep).long().argsort(stable=True)]    # kept first, each part still in expert order
     return Dispatch(counts, offsets, order, slot.view(T, k), expert, capacity)
 
 # %% ../../nbs/core/01_types.ipynb #09ed500a

@@ -17,10 +17,13 @@ aten = torch.ops.aten
 
 # %% ../../nbs/experts/00_activation.ipynb #88152432
 class Activation(NamedTuple):
-    "`forward(pre) -> h`, `backward(pre, dh) -> dpre`; `halves` is 2 for a gated activation (pre is gate|up), else 1."
+    """`forward(pre) -> h`; `backward(pre, dh) -> (h, dpre)`: nobody stores h, and both are made of the same parts.
+
+    `halves` is 2 for a gated activation (pre is gate|up), else 1.
+    """
     halves: int
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # %% ../../nbs/experts/00_activation.ipynb #bea1573b
 def _wide(t): return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
@@ -31,35 +34,37 @@ def _swiglu(pre):
     g, u = _gate_up(pre)
     return (nnf.silu(g) * u).to(pre.dtype)
 
-def _swiglu_backward(pre, dh):
-    g, u = _gate_up(pre)
-    dh = _wide(dh)
-    return torch.cat([aten.silu_backward(dh * u, g), dh * nnf.silu(g)], -1).to(pre.dtype)
+def _gated_backward(pre, dh, value, slope): # of what the gate goes through
+    (g, u), dh = _gate_up(pre), _wide(dh)
+    a = value(g)
+    return (a * u).to(pre.dtype), torch.cat([slope(dh * u, g), dh * a], -1).to(pre.dtype)
+
+def _swiglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.silu, aten.silu_backward)
 
 # %% ../../nbs/experts/00_activation.ipynb #4aefeea2
-def _gelu(pre): return nnf.gelu(_wide(pre)).to(pre.dtype)
+def _gelu(pre): return nnf.gelu(pre)
 
-def _gelu_backward(pre, dh): return aten.gelu_backward(_wide(dh), _wide(pre)).to(pre.dtype)
+def _gelu_backward(pre, dh): return nnf.gelu(pre), aten.gelu_backward(dh, pre)
 
 # %% ../../nbs/experts/00_activation.ipynb #fa85205c
 def _geglu(pre):
     g, u = _gate_up(pre)
     return (nnf.gelu(g) * u).to(pre.dtype)
 
-def _geglu_backward(pre, dh):
-    (g, u), dh = _gate_up(pre), _wide(dh)
-    return torch.cat([aten.gelu_backward(dh * u, g), dh * nnf.gelu(g)], -1).to(pre.dtype)
+def _geglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.gelu, aten.gelu_backward)
 
 # %% ../../nbs/experts/00_activation.ipynb #f499cd94
 def _relu2(pre): return (_wide(pre).clamp(min=0) ** 2).to(pre.dtype)
-def _relu2_backward(pre, dh): return (2 * _wide(pre).clamp(min=0) * _wide(dh)).to(pre.dtype)
+def _relu2_backward(pre, dh):
+    p = _wide(pre).clamp(min=0)
+    return (p ** 2).to(pre.dtype), (2 * p * _wide(dh)).to(pre.dtype)
 
 # %% ../../nbs/experts/00_activation.ipynb #426dcb1e
 def _relu(pre): return pre.clamp(min=0)
-def _relu_backward(pre, dh): return torch.where(pre > 0, dh, 0)
+def _relu_backward(pre, dh): return _relu(pre), torch.where(pre > 0, dh, 0)
 
-def _silu(pre): return nnf.silu(_wide(pre)).to(pre.dtype)
-def _silu_backward(pre, dh): return aten.silu_backward(_wide(dh), _wide(pre)).to(pre.dtype)
+def _silu(pre): return nnf.silu(pre)
+def _silu_backward(pre, dh): return nnf.silu(pre), aten.silu_backward(dh, pre)
 
 # %% ../../nbs/experts/00_activation.ipynb #9616e2a5
 def _oai(pre):
@@ -72,7 +77,7 @@ def _oai_backward(pre, dh):
     g, u = g0.clamp(max=7.), u0.clamp(-7., 7.)
     s = torch.sigmoid(1.702 * g)
     dg = dh * (u + 1) * s * (1 + 1.702 * g * (1 - s)) * (g0 <= 7.)
-    return torch.cat([dg, dh * g * s * (u0.abs() <= 7.)], -1).to(pre.dtype)
+    return ((u + 1) * g * s).to(pre.dtype), torch.cat([dg, dh * g * s * (u0.abs() <= 7.)], -1).to(pre.dtype)
 
 # %% ../../nbs/experts/00_activation.ipynb #d7223296
 ACTIVATIONS = {

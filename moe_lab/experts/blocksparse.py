@@ -54,10 +54,9 @@ def activate(pre: Tensor, name: str, width: int, # blocks of a row that an exper
         return block_activation(pre, name, width, dh)
     act, B = get_activation(name), pre.shape[-1]
     x = _halves(pre, act.halves, width)
-    h = act.forward(x).reshape(-1, B, B)
-    if dh is None: return h
-    d = act.backward(x, dh.reshape(-1, width, B, B))
-    return h, d.unflatten(-1, (act.halves, B)).permute(0, 3, 1, 2, 4).reshape(pre.shape)
+    if dh is None: return act.forward(x).reshape(-1, B, B)
+    h, d = act.backward(x, dh.reshape(-1, width, B, B))
+    return h.reshape(-1, B, B), d.unflatten(-1, (act.halves, B)).permute(0, 3, 1, 2, 4).reshape(pre.shape)
 
 # %% ../../nbs/experts/02c_blocksparse.ipynb #c2a0333b
 @torch.library.custom_op("moe_lab::blocksparse", mutates_args=())

@@ -86,12 +86,12 @@ def _repeat(bias, n): return bias.repeat_interleave(torch.tensor(n, device=bias.
 def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row, activation):
     act, R = get_activation(activation), (x if order is None else order).shape[0]
     pre, y = x.new_empty(R, up.shape[1]), x.new_zeros(x.shape, dtype=_wide(x.dtype))
-    if order is not None: token, scale = order.long() // row.shape[1], weight.reshape(-1)[order.long(), None]
+    if order is not None: token, scale = order // row.shape[1], weight.reshape(-1)[order, None]
     for experts, at, n in _runs(offsets):
         rows, p = x[at] if order is None else x.index_select(0, token[at]), pre[at]
         _products(rows.split(n), up[experts].mT, p.split(n))
         if up_bias is not None: p += _repeat(up_bias[experts], n)
-        h, out = act.forward(p), x.new_empty(rows.shape)
+        h, out = act.forward(p), rows.new_empty(rows.shape) if order is None else rows     # gathered rows have done their duty
         if order is not None: h.mul_(scale[at])
         _products(h.split(n), down[experts].mT, out.split(n))
         if down_bias is not None: out += _repeat(down_bias[experts], n) * (1 if order is None else scale[at])
@@ -107,18 +107,17 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
                                             for t, m in ((up, up_main), (down, down_main), (up_bias, None), (down_bias, None)))
     d_x = x.new_zeros(x.shape, dtype=wide)
     if order is not None:
-        token, scale = order.long() // row.shape[1], weight.reshape(-1)[order.long(), None]
+        token, scale = order // row.shape[1], weight.reshape(-1)[order, None]
         d_scale = torch.zeros_like(scale, dtype=wide)
     for experts, at, n in _runs(offsets):
         rows, g = (x[at], dy[at]) if order is None else (t.index_select(0, token[at]) for t in (x, dy))
         p, dh = pre[at], g.new_empty(g.shape[0], down.shape[2])
         _products(g.split(n), down[experts], dh.split(n))
-        h = act.forward(p)
+        h, d_pre = act.backward(p, dh)
         if order is not None:
-            d_scale[at] = (dh.to(wide) * h).sum(1, keepdim=True)
+            d_scale[at] = dh.to(wide).mul_(h).sum(1, keepdim=True)
             if down_bias is not None: d_scale[at] += (g.to(wide) * _repeat(down_bias[experts], n)).sum(1, keepdim=True)
-            h.mul_(scale[at]); dh.mul_(scale[at])
-        d_pre = act.backward(p, dh)
+            h.mul_(scale[at]); d_pre.mul_(scale[at])
         if needs[1]: _products(d_pre.mT.split(n, 1), rows.split(n), d_up[experts], d_up is up_main)
         if needs[2]: _products(g.mT.split(n, 1), h.split(n), d_down[experts], d_down is down_main)
         if up_bias is not None: d_up_bias[experts] = torch.stack([t.sum(0, dtype=wide) for t in d_pre.split(n)]).to(x.dtype)
@@ -126,7 +125,7 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
             gs = g if order is None else g * scale[at]
             d_down_bias[experts] = torch.stack([t.sum(0, dtype=wide) for t in gs.split(n)]).to(x.dtype)
         if needs[0]:
-            d_rows = rows.new_empty(rows.shape)
+            d_rows = rows.new_empty(rows.shape) if order is None else rows
             _products(d_pre.split(n), up[experts], d_rows.split(n))
             if order is None: d_x[at] = d_rows
             else: d_x.index_add_(0, token[at], d_rows.to(wide))

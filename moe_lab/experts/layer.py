@@ -33,7 +33,7 @@ class _Activate(torch.autograd.Function):
         return get_activation(name).forward(pre)
 
     @staticmethod
-    def backward(ctx, dh): return get_activation(ctx.name).backward(ctx.saved_tensors[0], dh), None
+    def backward(ctx, dh): return get_activation(ctx.name).backward(ctx.saved_tensors[0], dh)[1], None
 
 # %% ../../nbs/experts/04_layer.ipynb #9e552da1
 def _count(name, value, least):

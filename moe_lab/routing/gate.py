@@ -42,15 +42,22 @@ def topk(scores: Tensor, # (T,E)
     return scores.gather(-1, ids), ids
 
 # %% ../../nbs/routing/01_gate.ipynb #7ee43721
+def _not_finite(t): # -> mask, or None
+    "Where t is NaN or infinite; None if nowhere, as far as that can be known without waiting for a device."
+    if t.device.type == "cpu" and not torch.compiler.is_compiling() and math.isfinite(t.detach().sum()): return None
+    return ~t.isfinite()
+
+def _fill(t, mask, value): return t if mask is None else t.masked_fill(mask, value)
+
 def softmax(logits: Tensor) -> Tensor: # (T,E) -> (T,E)
     "Probabilities over the finite logits of a row; 0 for the others. A row without a finite logit is all 0."
-    bad = ~logits.isfinite()
-    return logits.masked_fill(bad, -math.inf).softmax(-1).masked_fill(bad, 0.)
+    bad = _not_finite(logits)
+    return _fill(_fill(logits, bad, -math.inf).softmax(-1), bad, 0.)
 
 def sigmoid(logits: Tensor) -> Tensor: # (T,E) -> (T,E)
     "Independent scores in (0, 1); 0 where a logit is not finite."
-    bad = ~logits.isfinite()
-    return logits.masked_fill(bad, -math.inf).sigmoid().masked_fill(bad, 0.)
+    bad = _not_finite(logits)
+    return _fill(_fill(logits, bad, -math.inf).sigmoid(), bad, 0.)
 
 _scores = dict(softmax=softmax, sigmoid=sigmoid)
 
@@ -286,7 +293,7 @@ class TopKGate(nn.Module):
         if self.bias is not None: keys = scores.detach() + self.bias.to(scores.dtype)
         elif self.groups: keys = scores.detach()
         if self.groups: keys = limit_groups(keys, self.groups, self.keep_groups)
-        return keys.masked_fill(~logits.isfinite(), -math.inf)
+        return _fill(keys, _not_finite(logits), -math.inf)
 
     def _weigh(self, logits, scores, keys, expert):
         ids = expert.clamp(min=0)
