@@ -77,7 +77,7 @@ def softmax_topk(logits: Tensor, # (T,E), float32 or wider
     if triton_body(logits):
         from moe_lab.routing.gate_kernels import softmax_topk_triton
         return softmax_topk_triton(logits.contiguous(), k, normalize)
-    probs, ids = softmax(logits), topk(logits.masked_fill(~logits.isfinite(), -math.inf), k)[1]
+    probs, ids = softmax(logits), topk(_fill(logits, _not_finite(logits), -math.inf), k)[1]
     weight = probs.gather(-1, ids)
     return probs, ids, renormalize(weight) if normalize else weight
 
