@@ -229,3 +229,35 @@ def test_optimizer_follows_its_threshold_on_a_gpu():
     assert (p - q).abs().max() < 1e-5 and ours.exact <= 3
     left = (decode(ours.residual[p], ours.shared[p]) - p).norm()
     assert left <= (decode(encode(p.data, ours.shared[p], ours.places[p] // 2), ours.shared[p]) - p).norm()
+
+
+def _on_gpus(domains, ratio):
+    "Largest difference to the layer of one process, float32 on GPUs, and whether SRAdamW's residuals are used up."
+    import torch.distributed as dist
+    from torch import nn
+    from moe_lab.comm.gradients import reduce_gradients
+    from moe_lab.experts.layer import MoE
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel, migrate
+    comm, me = Communicator(Domains((2,), domains), ratio), dist.get_rank()
+    torch.manual_seed(5); whole = MoE(64, 128, 4, 2).cuda()
+    torch.manual_seed(5); part = migrate(nn.Sequential(MoE(64, 128, 4, 2, exchange=HybridParallel(comm)))).cuda()
+    for w, v in zip(part[0].experts.parameters(), whole.experts.parameters()): w.data.copy_(v.data.chunk(2)[me])
+    part[0].gate.load_state_dict(whole.gate.state_dict())
+    x = torch.randn(256, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    y, want = part(x.chunk(2)[me])[0], whole(x)[0]
+    (y.square().sum() * 2).backward(); want.square().sum().backward()
+    reduce_gradients(part); comm.settle()
+    torch.cuda.synchronize()
+    diff = [(y - want.chunk(2)[me]).detach().abs().max() / want.detach().abs().max()]
+    for (n, p), q in zip(part[0].named_parameters(), whole.parameters()):
+        g = q.grad.chunk(2)[me] if "experts" in n else q.grad
+        diff.append((p.grad - g).abs().max() / g.abs().max())
+    return max(map(float, diff))
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("domains, ratio", [((2,), None), ((1,), None), ((2,), .5)])
+def test_migration_through_nccl(domains, ratio):
+    from moe_lab.cluster.launch import Pool
+    with Pool(2, timeout=60, backend="nccl") as pool: assert max(pool.run(_on_gpus, domains, ratio)) < 5e-3
