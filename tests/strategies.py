@@ -1,0 +1,243 @@
+"""What the fuzzers draw, and what they hold: a `Problem` is a few numbers and names, small to print; each check builds it on a
+device, runs one operator forward and backward in the body under test and compares every result with the float64 plain body."""
+import math
+import os
+from dataclasses import dataclass
+
+os.environ.setdefault("TRITON_INTERPRET", "1" if not __import__("torch").cuda.is_available() else "0")
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from moe_lab.core.backend import use
+from moe_lab.core.types import dispatch
+from moe_lab.experts.activation import ACTIVATIONS
+from moe_lab.experts.blocksparse import blocksparse_mlp
+from moe_lab.experts.dispatch import decode, encode
+from moe_lab.experts.grouped import expert_mlp, grouped_moe
+from moe_lab.experts.products import dds, dsd, sdd
+from moe_lab.experts.topology import Matrix, topology_from_counts, topology_from_mask
+from moe_lab.routing.balance import losses, z_loss
+from moe_lab.routing.capacity import capacity, drop_priority, rules
+from moe_lab.routing.gate import TopKGate
+
+DEV = "cuda" if torch.cuda.is_available() else "cpu"
+BODIES = {"torch": ["float64", "float32", "float16", "bfloat16"], "triton": ["float32", "float16"] + ["bfloat16"] * (DEV == "cuda")}
+LIMIT = dict(float64=1e-10, float32=1e-4, float16=1e-2, bfloat16=6e-2)         # of the largest number of a result
+
+ROUTES = ("even", "skewed", "one", "last", "alternate", "none")
+LAYOUTS = ("packed", "strided", "transposed", "offset")
+VALUES = ("normal", "nan", "zero", "tied")
+
+
+@dataclass(frozen=True)
+class Problem:
+    T: int; D: int; F: int; E: int; k: int
+    route: str = "even"                # how tokens are spread over experts
+    none: float = 0.                   # share of assignments that have no expert
+    capacity: int | None = None
+    activation: str = "swiglu"
+    bias: bool = False
+    weighted: bool = True
+    dtype: str = "float32"
+    layout: str = "packed"             # how matrices lie in memory
+    values: str = "normal"
+    block: int = 16
+    seed: int = 0
+
+
+@st.composite
+def problems(draw, dtypes, tokens=24, width=40, experts=6, blocks=(16, 32)):
+    E = draw(st.integers(1, experts))
+    T = draw(st.integers(0, tokens))
+    return Problem(T, draw(st.integers(1, width)), draw(st.integers(1, width)), E, draw(st.integers(1, min(E, 4))), draw(st.sampled_from(ROUTES)),
+                   draw(st.sampled_from((0., .3))), draw(st.none() | st.integers(0, T)), draw(st.sampled_from(sorted(ACTIVATIONS))), draw(st.booleans()),
+                   draw(st.booleans()), draw(st.sampled_from(dtypes)), draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(VALUES)), draw(st.sampled_from(blocks)), draw(st.integers(0, 2**16)))
+
+
+# --- a problem as tensors -------------------------------------------------------------------------------------------
+
+def laid(t, layout):
+    "The same numbers, in another place of memory."
+    if t.ndim < 2 or layout == "packed": return t
+    if layout == "transposed": return t.mT.contiguous().mT
+    wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1] + 1), math.nan)
+    view = wide[..., :-1:2] if layout == "strided" else wide[..., 1:1 + t.shape[-1]]
+    view.copy_(t)
+    return view
+
+
+class Maker:
+    def __init__(self, p):
+        self.p, self.dtype, self.g = p, getattr(torch, p.dtype), torch.Generator().manual_seed(p.seed)
+
+    def randn(self, *shape, scale=1., dtype=None):
+        t = torch.randn(shape, generator=self.g, dtype=torch.float64) * scale
+        if self.p.values == "zero": t *= 0
+        if self.p.values == "tied": t = (2 * t).round() / 2
+        return laid(t.to(dtype or self.dtype).to(DEV), self.p.layout)
+
+    def tokens(self):
+        x = self.randn(self.p.T, self.p.D)
+        if self.p.values == "nan" and self.p.T: x[self.p.seed % self.p.T] = math.nan
+        return x
+
+    def expert(self):
+        "(T,k) distinct ids of a token, some of them -1."
+        T, E, k = self.p.T, self.p.E, self.p.k
+        e = torch.arange(E, dtype=torch.float64)
+        lean = dict(even=0 * e, skewed=-2. * e, one=-99. * e, last=99. * e, alternate=99. * (e % 2), none=0 * e)[self.p.route]
+        ids = (lean + torch.randn(T, E, generator=self.g, dtype=torch.float64)).argsort(dim=1, descending=True, stable=True)[:, :k]
+        drop = torch.rand(T, k, generator=self.g) < (1. if self.p.route == "none" else self.p.none)
+        return laid(ids.masked_fill(drop, -1).to(DEV), "transposed" if self.p.layout == "transposed" else "packed")
+
+    def weight(self, T, k): return laid((torch.rand(T, k, generator=self.g) - .2).to(DEV), self.p.layout)
+
+    def experts(self):
+        p, h = self.p, ACTIVATIONS[self.p.activation].halves
+        up, down = self.randn(p.E, h * p.F, p.D, scale=p.D ** -.5), self.randn(p.E, p.D, p.F, scale=p.F ** -.5)
+        return (up, down, self.randn(p.E, h * p.F), self.randn(p.E, p.D)) if p.bias else (up, down, None, None)
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------
+
+def results(f, tensors, body, seed=0):
+    "f(*tensors) and the gradients of those that exist, in one body."
+    args = [None if t is None else t.detach().clone(memory_format=torch.preserve_format).requires_grad_(t.is_floating_point()) for t in tensors]
+    args = [a if t is None or a.stride() == t.stride() else t.detach().requires_grad_() for a, t in zip(args, tensors)]
+    with use(body): out = f(*args)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out)
+    leaves = [a for a in args if a is not None]
+    with use(body): grads = torch.autograd.grad(out, leaves, g, allow_unused=True) if out.requires_grad else [None] * len(leaves)
+    return [out.detach(), *grads]
+
+
+def close(got, want, limit, what):
+    "NaN where it is expected and nowhere else; each number within `limit` of the largest."
+    if want is None or got is None:
+        assert got is None or not got.count_nonzero(), f"{what}: a gradient from nowhere"
+        assert want is None or not want.count_nonzero(), f"{what}: a gradient is missing"
+        return
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    got, want = got.double(), want.double()
+    assert got.isnan().equal(want.isnan()), f"{what}: NaN in {int(got.isnan().sum())} places, expected in {int(want.isnan().sum())}"
+    worst = (got - want).nan_to_num(0.).abs().max().item() if got.numel() else 0.
+    size = want.nan_to_num(0.).abs().max().item() if want.numel() else 0.
+    assert worst <= limit * size, f"{what}: off by {worst:.3g}, largest {size:.3g}, limit {limit:g}"
+
+
+def agree(f, tensors, p, body, names):
+    "`f` on tensors of the problem's dtype in `body`, against float64 in plain PyTorch."
+    wide = [None if t is None else t.double() for t in tensors]
+    got, want = results(f, tensors, body, p.seed), results(f, wide, "torch", p.seed)
+    assert got[0].dtype == getattr(torch, p.dtype), f"y has dtype {got[0].dtype}"
+    for a, b, n in zip(got, want, ["y"] + [f"gradient of {n}" for n, t in zip(names, tensors) if t is not None]): close(a, b, LIMIT[p.dtype], n)
+
+
+# --- one check an operator ------------------------------------------------------------------------------------------
+
+def check_encode(p, body):
+    m = Maker(p)
+    d, x = dispatch(m.expert(), p.E, p.capacity), m.tokens()
+    agree(lambda x, w: encode(x, d, w), (x, m.weight(p.T, p.k) if p.weighted else None), p, body, ("x", "weight"))
+
+
+def check_decode(p, body):
+    m = Maker(p)
+    d = dispatch(m.expert(), p.E, p.capacity)
+    rows = p.T * p.k if p.capacity is None else p.E * p.capacity
+    agree(lambda z, w: decode(z, d, w), (m.randn(rows, p.D), m.weight(p.T, p.k) if p.weighted else None), p, body, ("z", "weight"))
+
+
+def check_grouped(p, body):
+    m = Maker(p)
+    ids = m.expert()
+    d = None if p.capacity is None else dispatch(ids, p.E, p.capacity)
+    agree(lambda x, w, up, down, bu, bd: grouped_moe(x, (ids, w), up, down, p.activation, bu, bd, d),
+          (m.tokens(), m.weight(p.T, p.k), *m.experts()), p, body, ("x", "weight", "up", "down", "up_bias", "down_bias"))
+
+
+def check_rows(p, body):
+    m = Maker(p)
+    offsets = dispatch(m.expert()[:, :1], p.E, p.capacity).offsets
+    agree(lambda x, up, down, bu, bd: expert_mlp(x, offsets, up, down, p.activation, bu, bd), (m.tokens(), *m.experts()), p, body, ("rows", "up", "down", "up_bias", "down_bias"))
+
+
+def check_blocksparse(p, body):
+    m = Maker(p)
+    d = dispatch(m.expert(), p.E, p.capacity)
+    agree(lambda x, w, up, down: blocksparse_mlp(x, d, w, up, down, p.activation, p.block, sync=p.bias),
+          (m.tokens(), m.weight(p.T, p.k), *m.experts()[:2]), p, body, ("x", "weight", "up", "down"))
+
+
+def check_products(p, body):
+    "SDD, DSD and DDS, plain and transposed, on an uneven block diagonal or on any pattern."
+    m, B = Maker(p), p.block
+    if p.weighted: topo = topology_from_counts(dispatch(m.expert(), p.E).counts, (1 + p.F % 2) * B, B)
+    else: topo = topology_from_mask((torch.rand(1 + p.T % 3, 1 + p.E % 4, generator=m.g) < .6).to(DEV), B)
+    (R, C), K = topo.shape, p.D
+    if not R: return
+    s = Matrix.from_dense(m.randn(R, C), topo)
+    turn = (lambda s: s.T) if p.bias else (lambda s: s)
+    rows, cols = turn(s).shape
+    agree(lambda a, b: sdd(a, b, topo).to_dense(), (m.randn(R, K, scale=K ** -.5), m.randn(K, C)), p, body, ("a", "b"))
+    agree(lambda data, b: dsd(turn(Matrix(data, topo)), b), (s.data, m.randn(cols, K, scale=C ** -.5)), p, body, ("data", "b"))
+    agree(lambda a, data: dds(a, turn(Matrix(data, topo))), (m.randn(K, rows, scale=R ** -.5), s.data), p, body, ("a", "data"))
+
+
+def check_gate(p, body):
+    "Ids by a stable sort of the scores, weights and losses against float64; a bad row spoils no other."
+    m = Maker(p)
+    x = m.randn(p.T, p.E, scale=2.)
+    if p.values == "nan" and p.T: x[p.seed % p.T, :: 1 + p.seed % 3] = (math.nan, math.inf, -math.inf)[p.seed % 3]
+    k, sigmoid, first = p.k, p.bias, p.weighted or p.k == 1 < p.E
+    options = dict(score="sigmoid" if sigmoid else "softmax", score_first=first, renormalize=None if p.E == 1 or k > 1 else False, scale=1. + p.D % 2)
+    gate = TopKGate(p.E, p.E, k, router=nn.Identity(), **options)
+    wide = x.double() if p.dtype == "float64" else x.float()
+    mask = (torch.rand(p.T, generator=m.g) >= p.none).to(DEV)
+    with use(body): r = gate(wide, mask)
+    good = wide.isfinite()
+    order = torch.where(good, wide, -math.inf).double().argsort(dim=1, descending=True, stable=True)[:, :k]
+    usable = good.gather(1, order) & mask[:, None]
+    assert torch.where(usable, r.expert, -9).equal(torch.where(usable, order, -9)), "ids"
+    assert r.expert[~mask].eq(-1).all() and all(len(set(row)) == k for row in r.expert[mask].tolist()), "distinct ids"
+    s = torch.where(good, wide.double(), -math.inf)
+    scores = (s.sigmoid() if sigmoid else s.softmax(1)).nan_to_num(0.).masked_fill(~good, 0.)
+    w = scores.gather(1, order) if first or sigmoid else s.gather(1, order).softmax(1).nan_to_num(0.)
+    w = w.masked_fill(~usable, 0.)
+    if gate.renormalize: w = w / w.sum(1, keepdim=True).clamp(min=1e-300)
+    close(r.weight, w * gate.scale, 1e-5, "weight")
+    probs = scores / scores.sum(1, keepdim=True).clamp(min=1e-300) if sigmoid else scores
+    close(r.probs, probs, 1e-5, "probs")
+    for loss in losses.values(): assert loss(r).isfinite() and loss(r) >= 0, loss.__name__
+    if good.all(): assert z_loss(r).isfinite()
+
+
+def check_capacity(p, body):
+    "Slots by a loop over assignments in the policy's order; assignments are conserved."
+    m = Maker(p)
+    ids, E, k = m.expert(), p.E, p.k
+    C = p.capacity if p.weighted else capacity(p.T, E, k, .25 * (1 + p.D % 9), rule=sorted(rules)[p.F % len(rules)])
+    by = None if p.bias else (torch.rand(p.T, generator=m.g) if p.block == 16 else torch.rand(p.T, k, generator=m.g)).mul(4).floor().to(DEV)
+    choice_major = p.layout != "strided"
+    d = dispatch(ids, E, C, by, choice_major)
+    flat = [(t, j) for j in range(k) for t in range(p.T)] if choice_major else [(t, j) for t in range(p.T) for j in range(k)]
+    if by is not None:
+        token = by if by.ndim == 1 else None
+        if token is not None:
+            rank = sorted(range(p.T), key=lambda t: -token[t].item())
+            flat = [(t, j) for j in range(k) for t in rank] if choice_major else [(t, j) for t in rank for j in range(k)]
+        else: flat.sort(key=lambda a: -by[a].item())
+    used, slot = [0] * E, [[-1] * k for _ in range(p.T)]
+    for t, j in flat:
+        e = ids[t, j].item()
+        if e >= 0 and (C is None or used[e] < C): slot[t][j] = used[e]; used[e] += 1
+    assert d.slot.tolist() == slot and d.counts.tolist() == used
+    assert sorted(d.order.tolist()) == list(range(p.T * k)) and d.offsets.tolist() == [sum(used[:e]) for e in range(E + 1)]
+    rows = d.rows()[d.kept]
+    assert rows.unique().numel() == rows.numel()
+
+
+CHECKS = {n.removeprefix("check_"): f for n, f in list(globals().items()) if n.startswith("check_")}
+KERNELS = [n for n in CHECKS if n not in ("gate", "capacity")]            # these have a body in Triton
