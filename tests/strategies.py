@@ -92,7 +92,7 @@ class Maker:
         drop = torch.rand(T, k, generator=self.g) < (1. if self.p.route == "none" else self.p.none)
         return laid(ids.masked_fill(drop, -1).to(DEV), "transposed" if self.p.layout == "transposed" else "packed")
 
-    def weight(self, T, k): return laid((torch.rand(T, k, generator=self.g) - .2).to(DEV), self.p.layout)
+    def weight(self, T, k): return laid((torch.rand(T, k, generator=self.g) - .2).to(DEV, torch.promote_types(self.dtype, torch.float32)), self.p.layout)
 
     def experts(self):
         p, h = self.p, ACTIVATIONS[self.p.activation].halves

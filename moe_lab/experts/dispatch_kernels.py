@@ -32,7 +32,7 @@ def _scatter_kernel(
         t = (pid - pad_programs).to(tl.int64)      # 64 bits: T*D and R*D may pass 2^31
         j = tl.arange(0, KP)
         row = tl.load(rows_ptr + t * k + j, mask=j < k, other=-1)
-        if WEIGHTED: w = tl.load(w_ptr + t * k + j, mask=j < k, other=0.).to(tl.float32)
+        if WEIGHTED: w = tl.load(w_ptr + t * k + j, mask=row >= 0, other=0.).to(tl.float32)
         dot = tl.zeros([KP, BD], tl.float32)
         for d in range(first, D, step):
             cols = d + tl.arange(0, BD)
@@ -45,7 +45,7 @@ def _scatter_kernel(
             if WEIGHTED: z = (w[:, None] * x.to(tl.float32)[None, :]).to(z_ptr.dtype.element_ty)
             else: z = tl.broadcast_to(x[None, :], (KP, BD))
             tl.store(z_ptr + at, z, mask=keep, cache_modifier=STORE)
-        if DOT: tl.store(dot_ptr + t * k + j, tl.sum(dot, 1), mask=j < k)
+        if DOT: tl.store(dot_ptr + t * k + j, tl.where(row >= 0, tl.sum(dot, 1), 0.), mask=j < k)      # 0 for a dropped choice, though x be NaN
 
 # %% ../../nbs/experts/01a_dispatch_kernels.ipynb #21c2d002
 @triton.jit
@@ -59,7 +59,7 @@ def _gather_kernel(
     t, first, step = (tl.program_id(0) // columns).to(tl.int64), tl.program_id(0) % columns * BD, columns * BD
     j = tl.arange(0, KP)
     row = tl.load(rows_ptr + t * k + j, mask=j < k, other=-1)
-    if WEIGHTED: w = tl.load(w_ptr + t * k + j, mask=j < k, other=0.).to(tl.float32)
+    if WEIGHTED: w = tl.load(w_ptr + t * k + j, mask=row >= 0, other=0.).to(tl.float32)
     dot = tl.zeros([KP, BD], tl.float32)
     for d in range(first, D, step):
         cols = d + tl.arange(0, BD)
@@ -70,7 +70,7 @@ def _gather_kernel(
             dot += z * x[None, :]
         if WEIGHTED: z = z * w[:, None]
         tl.store(y_ptr + t * D + cols, tl.sum(z, 0).to(y_ptr.dtype.element_ty), mask=cols < D)
-    if DOT: tl.store(dot_ptr + t * k + j, tl.sum(dot, 1), mask=j < k)
+    if DOT: tl.store(dot_ptr + t * k + j, tl.where(row >= 0, tl.sum(dot, 1), 0.), mask=j < k)
 
 # %% ../../nbs/experts/01a_dispatch_kernels.ipynb #80fb807b
 def _packed(t): return None if t is None else t.contiguous()
@@ -91,10 +91,11 @@ def scatter(x_TD: Tensor, weight_Tk: Tensor | None, rows_Tk: Tensor, filled_G: T
     z = x_TD.new_empty(num_rows, D)
     dot = x_TD.new_empty((T, k) if old_RD is not None else 0, dtype=torch.float32)
     shape = _shape(D, k, old_RD is not None)
-    pads = max(1, min(num_rows // G, 1024 // G)) if num_rows else 0
+    own = num_rows // G if G else 0
+    pads = max(1, min(own, 1024 // G)) if num_rows else 0
     if T + G * pads and D:
         _scatter_kernel[((G * pads + T) * shape["columns"],)](
-            x_TD, weight_Tk, rows_Tk, old_RD, z, dot, filled_G, D, group_rows=num_rows // G, pad_programs=G * pads,
+            x_TD, weight_Tk, rows_Tk, old_RD, z, dot, filled_G, D, group_rows=own, pad_programs=G * pads,
             k=k, PADS=pads, WEIGHTED=weight_Tk is not None, DOT=old_RD is not None,
             STORE=".cs" if k > 2 and old_RD is None else "", **shape)          # streams that only write pass the cache by: 1 % more
     return z, dot

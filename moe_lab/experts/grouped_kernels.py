@@ -100,8 +100,11 @@ class Padded:
         return h.flatten(dim, dim + 1).contiguous()
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #82026c8a
+def _packed(*tensors): return [None if t is None else t.contiguous() for t in tensors]      # kernels read weights and plans as flat arrays
+
 def forward_triton(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile, activation, save):
     "The Triton body of the layer; arguments as `_forward_torch`."
+    weight, offsets, order, row = _packed(weight, offsets, order, row)
     halves = get_activation(activation).halves
     p, R = Padded(x, up, down, up_bias, down_bias, halves), (x if order is None else order).shape[0]
     new = lambda cols: torch.empty(R, cols, dtype=x.dtype, device=x.device)
@@ -118,6 +121,7 @@ def forward_triton(x, weight, up, down, up_bias, down_bias, offsets, order, row,
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #8ef2d2dd
 def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, up_main=None, down_main=None):
     "The Triton body of the backward pass; arguments as `_backward_torch`."
+    weight, offsets, order, row = _packed(weight, offsets, order, row)
     halves, R, E = get_activation(activation).halves, pre.shape[0], up.shape[0]
     p, k = Padded(x, up, down, up_bias, down_bias, halves), 0 if row is None else row.shape[1]
     new = lambda *shape: torch.empty(shape, dtype=x.dtype, device=x.device)

@@ -41,6 +41,7 @@ def _dsd_plain(data, b, row_offsets, row, col, rows, transposed):
 # %% ../../nbs/experts/02a_products.ipynb #9d90f57e
 def sdd_body(a: Tensor, b: Tensor, index: list[Tensor], block: int, width: int) -> Tensor:
     "(num_blocks,B,B): the stored blocks of a (M,K) times b (G,K,N/G)."
+    if not index[1].shape[0] or not a.shape[1]: return a.new_zeros(index[1].shape[0], block, block)      # no kernel takes an empty operand
     if triton_body(a, b):
         from moe_lab.experts.products_kernels import sdd
         return sdd(a, b, index, block, width)
@@ -54,6 +55,9 @@ def _(a, b, index, block, width): return a.new_empty(index[1].shape[0], block, b
 
 def dsd_body(data: Tensor, b: Tensor, index: list[Tensor], width: int, transposed: bool = False, stack: int = 0) -> Tensor:
     "(M,N): the sparse matrix, or its transpose, times b (G,K/G,N). With stack=G the result as (G,N,M/G)."
+    if not data.shape[0] or not b.shape[-1]:
+        M, N = _lines(data, index, transposed), b.shape[-1]
+        return data.new_zeros((stack, N, M // stack) if stack else (M, N))
     if triton_body(data, b):
         from moe_lab.experts.products_kernels import dsd
         return dsd(data, b, index, width, transposed, stack)
