@@ -16,7 +16,7 @@ from .row_kernels import act_backward_rows, device_limits, rows_product, sum_row
 from .weight_kernels import bias_sum, weights_product
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #d9f1b3b9
-def rows_config(kind: str, # "up", "down", "dh" (times W_down) or "dx" (times W_up)
+def rows_config(kind: str, # "up", "infer" (up without keeping the pre-activation), "down", "dh" (times W_down) or "dx" (times W_up)
                 tile: int, # rows of a tile
                 columns: int, # of the output
                 halves: int, # 2 when gate and up columns share a tile
@@ -25,7 +25,8 @@ def rows_config(kind: str, # "up", "down", "dh" (times W_down) or "dx" (times W_
     if dtype == torch.float32:
         return dict(BM=tile, BN=64, BK=32, PARTS=1, STORE="ptr", GROUP=8, FLAT=False, num_warps=4 if tile <= 64 else 8, num_stages=2)
     wide = max(32, min(256, halves * triton.next_power_of_2(columns)))
-    best = {"up": dict(num_stages=3, PARTS=3 - halves, STORE="tma" if halves == 2 else "ragged"), "down": dict(num_stages=4, PARTS=2, STORE="ragged", FLAT=True),
+    best = {"up": dict(num_stages=3, PARTS=3 - halves, STORE="tma" if halves == 2 else "ragged"),
+            "infer": dict(num_stages=4, PARTS=3 - halves, STORE="ragged"), "down": dict(num_stages=4, PARTS=2, STORE="ragged", FLAT=True),
             "dh": dict(num_stages=3, PARTS=2, STORE="ragged", FLAT=True), "dx": dict(num_stages=4, PARTS=2, STORE="ragged", FLAT=True)}[kind]
     c = dict(BM=tile, BN=wide, BK=64, GROUP=8, FLAT=False, num_warps=8 if tile * wide >= 128 * 128 else 4) | best
     if wide < 128: c["PARTS"] = 1
@@ -43,7 +44,8 @@ def weights_config(kind: str, # "up" or "down"
     return c if tma else c | dict(LOAD="ptr", STORE="ptr")
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #2085248e
-HOPPER = {"dh": 0, "down": 512, "dx": 512, "dw": 768}     # product: least width of its contraction (dw: of the side in row order); up stays plain
+#: Product -> least width of its contraction (dw: of the side in row order); up only when the pre-activation is kept.
+HOPPER = {"up": 0, "dh": 0, "down": 0, "dx": 512, "dw": 768}
 
 def _on_hopper(kind, a, tile, halves=2, bias=None):
     if interpreting() or bias is not None or halves != 2 or a.shape[1] < HOPPER.get(kind, a.shape[1] + 1): return False
@@ -55,11 +57,12 @@ def _rows(kind, a, w, out, tiles, tile, halves, *, order=None, choices=0, act=No
     "One of the four row products by the kernel that is fastest for it; halves as of the layer's activation."
     sms, _, tma = device_limits(out.device.index)
     gather = dict(order=order, choices=choices)
-    if kind != "dh" and _on_hopper(kind, a, tile, halves, bias):
+    how = "infer" if kind == "up" and pre is None else kind
+    if kind != "dh" and _on_hopper(how, a, tile, halves, bias):
         from moe_lab.experts.hopper_kernels import rows_hopper
         return rows_hopper(kind, a, w, out, tiles, sms, act=act, pre=pre, scale=scale, **gather)
     halves = halves if kind == "up" else 1
-    config = rows_config(kind, tile, out.shape[1], halves, a.dtype, tma)
+    config = rows_config(how, tile, out.shape[1], halves, a.dtype, tma)
     rows_product(a, w, out, tiles, config, w_nk=kind in ("up", "down"), act=act, halves=halves, pre=pre, bias=bias, scale=scale, **gather)
 
 def _weights(kind, gathered, rows, out, offsets, tile, order, choices, add):
@@ -133,7 +136,7 @@ def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
                     for n, m, w in zip(needs[1:], (up_main, down_main), (p.up, p.down)))
     d_up_bias, d_down_bias = (None if b is None else torch.empty_like(b) for b in (p.up_bias, p.down_bias))
     if R:
-        if k and p.FP % 64 == 0 and _on_hopper("dh", dy, tile, halves, down_bias):
+        if k and _on_hopper("dh", dy, tile, halves, down_bias):
             from moe_lab.experts.hopper_kernels import rows_hopper
             rows_hopper("dh", dy, p.down, dh, tiles, device_limits(x.device.index)[0], scale=weight, act=activation, pre=pre, dpre=d_pre,
                         d_scale=d_weight, offsets=offsets, order=order, choices=k)

@@ -147,8 +147,8 @@ def _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N: gl.const
         for j in range(HALF):
             row = r0 + j % RT * RB
             col = n * HN + j // RT * 64
-            g = c_smem.index(j).reshape([RB, 64]).load(L)
-            u = c_smem.index(HALF + j).reshape([RB, 64]).load(L)
+            g = c_smem.index(j).load(L)
+            u = c_smem.index(HALF + j).load(L)
             if SAVE:
                 at, off, ok = _block(row, r1, col, N, 2 * N, RB, L)
                 gl.store(pre_ptr + at + off, g, mask=ok)
@@ -161,85 +161,68 @@ def _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N: gl.const
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #aaed7f25
 @gluon.jit
-def _ask(pre_desc, p_smem, p_full, s, r1, row, col, N: gl.constexpr, RB: gl.constexpr):
-    "Gate and up block at (row, col) into slot s."
-    mbarrier.expect(p_full.index(s), 4 * 64 * RB)
-    tma.async_copy_global_to_shared(pre_desc, [1073741824, r1, 1073741824 - (r1 - row), col], p_full.index(s), p_smem.index(2 * s))
-    tma.async_copy_global_to_shared(pre_desc, [1073741824, r1, 1073741824 - (r1 - row), N + col], p_full.index(s), p_smem.index(2 * s + 1))
+def _load_pre(pre_ptr, r0, r1, col, N: gl.constexpr, RB: gl.constexpr, L: gl.constexpr):
+    at, off, ok = _block(r0, r1, col, N, 2 * N, RB, L)
+    return gl.load(pre_ptr + at + off, mask=ok, other=0.0), gl.load(pre_ptr + at + N + off, mask=ok, other=0.0)
 
 @gluon.jit
-def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, p_smem, p_full, out_desc, pre_desc, dpre_desc, part_ptr, R,
-               N: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr, SLOTS: gl.constexpr):
+def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N: gl.constexpr,
+               ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr):
     TILES_N: gl.constexpr = (N + BN - 1) // BN
-    T: gl.constexpr = c_smem.dtype
+    RT: gl.constexpr = BM // RB
+    CT: gl.constexpr = BN // 64
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    S: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    s_whole = s_smem._reinterpret(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    T: gl.constexpr = out_ptr.dtype.element_ty
     count = gl.load(tiles_ptr + 3)
     i = 0
-    q = 0                                                 # blocks so far
     for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
         m, n = _tile_mn(t, count, TILES_N, GROUP)
         r0 = gl.load(tiles_ptr + m * 4 + 1)
         r1 = gl.load(tiles_ptr + m * 4 + 2)
-        col0 = n * BN
-        down = (gl.minimum(r1 - r0, BM) + RB - 1) // RB   # blocks that exist, down and across
-        across = gl.minimum(N - col0, BN) // 64
-        for j in range(gl.minimum(SLOTS, down * across)):
-            _ask(pre_desc, p_smem, p_full, (q + j) % SLOTS, r1, r0 + j // across * RB, col0 + j % across * 64, N, RB)
-        s = _scales(scale_ptr, order_ptr, r0, r1, RB, L)
+        g, u = _load_pre(pre_ptr, r0, r1, n * BN, N, RB, L)
+        all_rows = r0 + gl.arange(0, BM, S)
+        s_whole.store(gl.load(scale_ptr + gl.load(order_ptr + all_rows, mask=all_rows < r1, other=0)).to(gl.float32))
+        ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
         mbarrier.wait(c_full, i & 1)
-        for b in range(down):
-            row = r0 + b * RB
-            s_next = _scales(scale_ptr, order_ptr, row + RB, r1, RB, L)
-            ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
-            for c in range(across):
-                at = q % SLOTS
-                mbarrier.wait(p_full.index(at), (q // SLOTS) & 1)
-                g_buf = p_smem.index(2 * at)
-                u_buf = p_smem.index(2 * at + 1)
-                d_buf = c_smem.index(c * (BM // RB) + b)
-                g = g_buf.reshape([RB, 64]).load(L).to(gl.float32)
-                u = u_buf.reshape([RB, 64]).load(L).to(gl.float32)
-                d = d_buf.reshape([RB, 64]).load(L).to(gl.float32)
-                h, dg, du = _backward(g, u, d * s[:, None], ACT)
-                ds += gl.sum(d * h, 1)
-                g_buf.reshape([RB, 64]).store(dg.to(T))
-                u_buf.reshape([RB, 64]).store(du.to(T))
-                d_buf.reshape([RB, 64]).store((h * s[:, None]).to(T))
-                fence_async_shared()
-                z = 1073741824 - (r1 - row)
-                col = col0 + c * 64
-                tma.async_copy_shared_to_global(dpre_desc, [1073741824, r1, z, col], g_buf)
-                tma.async_copy_shared_to_global(dpre_desc, [1073741824, r1, z, N + col], u_buf)
-                tma.async_copy_shared_to_global(out_desc, [1073741824, r1, z, col], d_buf)
-                tma.store_wait(3)                         # the block before has left its slot
-                j = b * across + c + SLOTS - 1            # the block to fetch into that slot
-                if (b + c > 0) & (j < down * across):
-                    _ask(pre_desc, p_smem, p_full, (q - 1) % SLOTS, r1, r0 + j // across * RB, col0 + j % across * 64, N, RB)
-                q += 1
-            rows = row + gl.arange(0, RB, gl.SliceLayout(1, L))
-            gl.store(part_ptr + n * R.to(gl.int64) + rows, ds, mask=rows < r1)
-            s = s_next
-        tma.store_wait(0)
+        for j in range(RT * CT):                          # all column blocks of a row block, then the next row block
+            row = r0 + j // CT * RB
+            col = n * BN + j % CT * 64
+            s = s_smem.index(j // CT).load(gl.SliceLayout(1, L))
+            d = c_smem.index(j % CT * RT + j // CT).load(L).to(gl.float32)
+            gf = g.to(gl.float32)
+            uf = u.to(gl.float32)
+            g, u = _load_pre(pre_ptr, r0 + (j + 1) // CT * RB, r1, n * BN + (j + 1) % CT * 64, N, RB, L)
+            h, dg, du = _backward(gf, uf, d * s[:, None], ACT)
+            ds += gl.sum(d * h, 1)
+            at, off, ok = _block(row, r1, col, N, 2 * N, RB, L)
+            gl.store(dpre_ptr + at + off, dg.to(T), mask=ok)
+            gl.store(dpre_ptr + at + N + off, du.to(T), mask=ok)
+            at, off, ok = _block(row, r1, col, N, N, RB, L)
+            gl.store(out_ptr + at + off, (h * s[:, None]).to(T), mask=ok)
+            if j % CT == CT - 1:
+                rows = row + gl.arange(0, RB, gl.SliceLayout(1, L))
+                gl.store(part_ptr + n * R.to(gl.int64) + rows, ds, mask=rows < r1)
+                ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
         mbarrier.arrive(c_empty)
         i += 1
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #e0f589db
 @gluon.jit
-def _finisher(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, p_smem, p_full, out_ptr, out_desc, pre_ptr, pre_desc, dpre_desc, part_ptr, R,
+def _finisher(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R,
               N: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-              GROUP: gl.constexpr, RB: gl.constexpr, SLOTS: gl.constexpr):
+              GROUP: gl.constexpr, RB: gl.constexpr):
     if KIND == "up": _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N, ACT, SAVE, BM, BN, GROUP, RB)
-    elif KIND == "dh":
-        _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, p_smem, p_full, out_desc, pre_desc, dpre_desc, part_ptr, R,
-                   N, ACT, BM, BN, GROUP, RB, SLOTS)
+    elif KIND == "dh": _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N, ACT, BM, BN, GROUP, RB)
     else: _finish_copy(tiles_ptr, c_smem, c_full, c_empty, out_desc, N, BM, BN, GROUP)
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #f4abbcee
 @gluon.jit
-def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, out_ptr, out_desc, pre_ptr, pre_desc, dpre_desc, part_ptr, R,
+def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R,
                         K: gl.constexpr, N: gl.constexpr, CHOICES: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
                         SAVE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-                        GROUP: gl.constexpr, RB: gl.constexpr, SLOTS: gl.constexpr, LOADERS: gl.constexpr, FINISHERS: gl.constexpr,
+                        GROUP: gl.constexpr, RB: gl.constexpr, LOADERS: gl.constexpr, FINISHERS: gl.constexpr,
                         REGS: gl.constexpr):
     "As `_rows_kernel` of `row_kernels`; KIND is up, dh, down or dx. LOADERS, FINISHERS: warps of each; REGS: registers of a thread there."
     W_NK: gl.constexpr = KIND == "up" or KIND == "down"
@@ -249,26 +232,23 @@ def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, 
     a_smem = gl.allocate_shared_memory(T, [STAGES, BM, BK], gl.NVMMASharedLayout.get_default_for([BM, BK], T))
     WB: gl.constexpr = [BN, BK] if W_NK else [BK, BN]
     w_smem = gl.allocate_shared_memory(T, [STAGES] + WB, gl.NVMMASharedLayout.get_default_for(WB, T))
-    CB: gl.constexpr = [1, 1, BM, BN] if COPY else [1, 1, RB, 64]
+    CB: gl.constexpr = [1, 1, BM, BN] if COPY else [RB, 64]
     CS: gl.constexpr = CB if COPY else [BM // RB * (BN // 64)] + CB
     c_smem = gl.allocate_shared_memory(T, CS, gl.NVMMASharedLayout.get_default_for(CB, T))
-    p_smem = gl.allocate_shared_memory(T, [2 * SLOTS, 1, 1, RB, 64], gl.NVMMASharedLayout.get_default_for([1, 1, RB, 64], T))
+    s_smem = gl.allocate_shared_memory(gl.float32, [BM // RB, RB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1 + 32 * LOADERS if CHOICES else 1)
         mbarrier.init(empty.index(s), count=1)
-    for s in gl.static_range(SLOTS): mbarrier.init(p_full.index(s), count=1)
     mbarrier.init(c_full, count=1)
     mbarrier.init(c_empty, count=1)
     fence_async_shared()
     gl.warp_specialize([(_consumer, (tiles_ptr, order_ptr, scale_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP, COPY)),
                         (_producer, (a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full, empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP)),
-                        (_finisher, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, p_smem, p_full, out_ptr, out_desc, pre_ptr, pre_desc, dpre_desc,
-                                     part_ptr, R, N, KIND, ACT, SAVE, BM, BN, GROUP, RB, SLOTS))],
+                        (_finisher, (tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R, N, KIND, ACT, SAVE, BM, BN, GROUP, RB))],
                        [LOADERS, FINISHERS], [REGS, REGS])
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #40451802
@@ -284,9 +264,9 @@ def _sum_parts_kernel(part_ptr, order_ptr, offsets_ptr, dscale_ptr, R, LAST: gl.
     gl.store(dscale_ptr + at, ds.to(dscale_ptr.dtype.element_ty), mask=ok)
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #555dbfa3
-_tile = dict(BN=256, BK=64, STAGES=3, GROUP=8, RB=32, SLOTS=1, LOADERS=2, FINISHERS=2, REGS=168)
+_tile = dict(BN=256, BK=64, STAGES=3, GROUP=8, RB=32, LOADERS=2, FINISHERS=2, REGS=168)
 _copy = _tile | dict(LOADERS=1, FINISHERS=1)
-CONFIG = dict(up=_tile, dh=_tile | dict(RB=16, SLOTS=4), down=_copy, dx=_copy)
+CONFIG = dict(up=_tile, dh=_tile, down=_copy, dx=_copy)
 
 def hopper_fits(a, tile):
     "Does this kernel serve the product? Hopper, half precision, full tiles of rows, a contraction in whole steps, Triton 3.6."
@@ -307,9 +287,8 @@ def rows_hopper(kind, a, w, out, tiles, sms, *, order=None, choices=0, scale=Non
     block = [BN // 2, BK] if kind == "up" else [BN, BK] if kind == "down" else [BK, BN]
     box = lambda t, b: TensorDescriptor.from_tensor(t, b, gl.NVMMASharedLayout.get_default_for(b, T))
     part = torch.empty(triton.cdiv(N, BN), R, dtype=torch.float32, device=out.device) if kind == "dh" else None
-    rows = lambda t, cols: ragged(t, [128, BN] if kind in ("down", "dx") else [c["RB"], 64]) if cols else None
     _rows_hopper_kernel[(sms,)](a, None if choices else box(a, [128, BK]), box(w.view(-1, w.shape[2]), block), order, scale, tiles,
-                                out, rows(out, kind != "up"), pre, rows(pre, kind == "dh"), rows(dpre, kind == "dh"), part, R, K=a.shape[1], N=N,
+                                out, None if kind in ("up", "dh") else ragged(out, [128, BN]), pre, dpre, part, R, K=a.shape[1], N=N,
                                 CHOICES=choices, KIND=kind, ACT=act, SAVE=pre is not None, BM=128, num_warps=8, **c)
     if part is not None:
         _sum_parts_kernel[(triton.cdiv(R, 1024),)](part, order, offsets, d_scale, R, LAST=offsets.shape[0] - 1, PARTS=part.shape[0], B=1024)
