@@ -59,6 +59,7 @@ def _captured(f: Callable) -> Callable | None: # the same as a replay, None wher
     "A CUDA graph of `f`."
     try:
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side): f()
         torch.cuda.synchronize()
         g = torch.cuda.CUDAGraph()
@@ -117,12 +118,11 @@ def must_read(model: GPT, auxes, cached: int) -> int: # [B]
 
 # %% ../../nbs/bench/09_decode.ipynb #c0dbd922
 def _steps(d, batch, prompt, vocab, device):
-    "A step of decoder `d` behind a prompt, feeding itself the likeliest token."
+    "A step of decoder `d` behind a prompt: from tokens to logits."
     g = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, vocab, (batch, prompt), generator=g, device=device)
     d.token = d.start(ids, torch.ones_like(ids, dtype=torch.bool)).argmax(-1)
-    def step(): d.token = d.step(d.token).argmax(-1)
-    return step
+    return lambda: d.step(d.token)
 
 @torch.no_grad()
 def _ours(model: GPT, batch: int, prompt: int, device, rounds: int) -> dict:

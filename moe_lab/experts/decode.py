@@ -24,7 +24,7 @@ class DecodePlan(NamedTuple):
     """Who goes where, for T tokens with k choices among E experts; S = min(E, T*k) slots.
 
     `expert` (T,k) int64, `weight` (T,k), `probs` and `logits` (T,E) as in a `Routing`. `active` (S+1,) int32: the expert of each slot,
-    -1 behind the last, then their number. `table` (S,T) int32: which choice of the token is this slot's expert, -1 if none (rows of used slots only)."""
+    -1 behind the last, then their number. `table` (S,T) int32: the assignments t*k + j to the slot's expert, by token, -1 behind the last (rows of used slots only)."""
     expert: Tensor
     weight: Tensor
     probs: Tensor
@@ -50,8 +50,9 @@ def _gate_torch(x, router, gain, eps, top_k, renormalize, scale):
     count = (chosen.sum((0, 1)) > 0).sum()
     used = torch.arange(S, device=x.device) < count
     active = torch.cat([torch.where(used, order, -1), count[None]]).int()
-    choice = torch.where(chosen.sum(1) > 0, chosen.argmax(1), -1).t()            # (E,T)
-    return expert, weight * scale, p, logits, active, torch.where(used[:, None], choice[order], -1).int()
+    mine = chosen.flatten(0, 1).t()[order].bool()                                # (S, T*k)
+    ids = torch.where(mine, torch.arange(expert.numel(), device=x.device), expert.numel()).sort(-1)[0][:, :len(x)]
+    return expert, weight * scale, p, logits, active, torch.where(ids < expert.numel(), ids, -1).int()
 
 def _experts_torch(x, gain, eps, expert, weight, up, down, activation, residual):
     h = get_activation(activation).forward(torch.einsum("td,tjfd->tjf", _norm(x, gain, eps), up[expert]))
@@ -61,16 +62,17 @@ def _experts_torch(x, gain, eps, expert, weight, up, down, activation, residual)
 # %% ../../nbs/experts/03g_decode.ipynb #1187b7e8
 _counters = {}
 
-def _counter(device):
-    "A number on each device that the gate's last program finds and leaves at 0."
-    if device not in _counters: _counters[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[device]
+def _counter(x, n=1):
+    "At least n numbers that a kernel's last programs find and leave at 0; each stream has its own."
+    key = x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    if key not in _counters or len(_counters[key]) < n: _counters[key] = torch.zeros(max(n, 8192), dtype=torch.int32, device=x.device)
+    return _counters[key]
 
 @torch.library.custom_op("moe_lab::decode_gate", mutates_args=())
 def _gate(x: Tensor, router: Tensor, gain: Tensor | None, eps: float, top_k: int, renormalize: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if triton_body(x, router):
         from moe_lab.experts.decode_kernels import gate_triton
-        return gate_triton(x, router, gain, eps, top_k, renormalize, scale, _counter(x.device))
+        return gate_triton(x, router, gain, eps, top_k, renormalize, scale, _counter(x))
     return _gate_torch(x, router, gain, eps, top_k, renormalize, scale)
 
 @_gate.register_fake
@@ -86,7 +88,7 @@ def _experts(x: Tensor, gain: Tensor | None, eps: float, expert: Tensor, weight:
              activation: str, residual: Tensor | None) -> Tensor:
     if triton_body(x, up, down):
         from moe_lab.experts.decode_kernels import experts_triton
-        return experts_triton(x, gain, eps, weight, active, table, up, down, activation, residual)
+        return experts_triton(x, gain, eps, weight, active, table, up, down, activation, residual, _counter(x, x.shape[1]))
     return _experts_torch(x, gain, eps, expert, weight, up, down, activation, residual)
 
 @_experts.register_fake

@@ -75,17 +75,28 @@ def _choose(logits_ptr, probs_ptr, expert_ptr, weight_ptr, active_ptr, table_ptr
     p = tl.where(finite, tl.exp(tl.where(finite, z - tl.max(keys, 1)[:, None], 0.0)), 0.0)
     p /= tl.maximum(tl.sum(p, 1), 1.1754944e-38)[:, None]
     tl.store(probs_ptr + t[:, None] * E + e[None, :], p, mask=real)
-    choice = tl.full((TP, EP), -1, tl.int32)
-    for j in tl.static_range(K):
-        hit = e[None, :] == tl.argmax(keys, 1)[:, None]            # the first of equal ones
-        choice = tl.where(hit & real, j, choice)
-        keys = tl.where(hit, -float("inf"), keys)
+    if TP == 1:                                                    # all ranks at once: no pass waits for another
+        rank = tl.zeros((EP,), tl.int32)
+        for c in tl.static_range(0, EP, 32):
+            o = c + tl.arange(0, 32)
+            other = tl.load(logits_ptr + o, mask=o < E, other=0.0, cache_modifier=".cg")
+            other = tl.where(o < E, tl.where(tl.abs(other) < float("inf"), tl.maximum(other, LOWEST), LOWEST), -float("inf"))[:, None]
+            before = (other > keys) | ((other == keys) & (o[:, None] < e[None, :]))
+            rank += tl.sum(before.to(tl.int32), 0)
+        choice = tl.where(real & (rank < K)[None, :], rank[None, :], -1)
+    else:
+        choice = tl.full((TP, EP), -1, tl.int32)
+        for j in tl.static_range(K):
+            hit = e[None, :] == tl.argmax(keys, 1)[:, None]        # the first of equal ones
+            choice = tl.where(hit & real, j, choice)
+            keys = tl.where(hit, -float("inf"), keys)
     chosen = choice >= 0
     p = tl.where(chosen, p, 0.0)
     if RENORM: p /= tl.maximum(tl.sum(p, 1), 1.1754944e-38)[:, None]
     at = t[:, None] * K + choice
     tl.store(expert_ptr + at, (e[None, :] + 0 * t[:, None]).to(tl.int64), mask=chosen)
     tl.store(weight_ptr + at, p * scale, mask=chosen)
+    line = tl.cumsum(chosen.to(tl.int32), 0) - 1                   # place among the tokens of an expert
     used = tl.max(chosen.to(tl.int32), 0)
     slot = tl.cumsum(used, 0) - used
     count = tl.sum(used, 0)
@@ -93,7 +104,9 @@ def _choose(logits_ptr, probs_ptr, expert_ptr, weight_ptr, active_ptr, table_ptr
     s = tl.arange(0, SP)
     tl.store(active_ptr + s, -1, mask=(s >= count) & (s < S))
     tl.store(active_ptr + S, count)
-    tl.store(table_ptr + slot[None, :] * T + t[:, None], choice, mask=(used > 0)[None, :] & (t < T)[:, None])
+    tl.store(table_ptr + slot[None, :] * T + line, at, mask=chosen)
+    rest = tl.sum(chosen.to(tl.int32), 0)[None, :] + t[:, None]    # behind the last token
+    tl.store(table_ptr + slot[None, :] * T + rest, -1, mask=(used > 0)[None, :] & (rest < T))
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def _gate_kernel(x_ptr, gain_ptr, router_ptr, logits_ptr, probs_ptr, expert_ptr, weight_ptr, active_ptr, table_ptr, counter_ptr, T, scale,
@@ -111,62 +124,54 @@ def _gate_kernel(x_ptr, gain_ptr, router_ptr, logits_ptr, probs_ptr, expert_ptr,
 @triton.jit(do_not_specialize=["T"])
 def _up_kernel(x_ptr, gain_ptr, up_ptr, weight_ptr, active_ptr, table_ptr, h_ptr, T, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
                ACT: tl.constexpr, TP: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    "h[t*k + j] = weight * act(norm(x[t]) @ up[e].T) for the choice j that leads token t to the expert of this slot."
+    "h[a] = weight[a] * act(norm(x[a // K]) @ up[e].T) for the assignments a to the expert e of this slot."
     after_previous(PDL)
     s = tl.program_id(1)
     e = tl.load(active_ptr + s)
     if e >= 0:
-        t, c = tl.arange(0, TP), tl.arange(0, HALVES * BN)
+        i, c = tl.arange(0, TP), tl.arange(0, HALVES * BN)
         col = tl.program_id(0) * BN + c % BN
-        y = skinny(x_ptr, gain_ptr, up_ptr + e.to(tl.int64) * (HALVES * F * D), t, t < T, c // BN * F + col, col < F, D, BK, TP, HALVES * BN, EPS, False, PDL)
-        y = y.to(h_ptr.dtype.element_ty).to(tl.float32)            # pre-activations are stored numbers on every other path
-        if HALVES == 2: g, u = halves(y, TP, 2 * BN)
-        else: g, u = y, y
-        choice = tl.load(table_ptr + s * T + t, mask=t < T, other=-1)
-        at = t * K + choice
-        mine = choice >= 0
-        h = act_forward(g, u, ACT) * tl.load(weight_ptr + at, mask=mine, other=0.0)[:, None]
         out = tl.program_id(0) * BN + tl.arange(0, BN)
-        tl.store(h_ptr + at[:, None] * F + out[None, :], h.to(h_ptr.dtype.element_ty), mask=mine[:, None] & (out < F)[None, :])
+        for m in tl.range(0, T, TP):
+            if tl.load(table_ptr + s * T + m) >= 0:
+                a = tl.load(table_ptr + s * T + m + i, mask=m + i < T, other=-1)
+                y = skinny(x_ptr, gain_ptr, up_ptr + e.to(tl.int64) * (HALVES * F * D), a // K, a >= 0, c // BN * F + col, col < F, D, BK, TP, HALVES * BN, EPS, False, PDL)
+                y = y.to(h_ptr.dtype.element_ty).to(tl.float32)    # pre-activations are stored numbers on every other path
+                if HALVES == 2: g, u = halves(y, TP, 2 * BN)
+                else: g, u = y, y
+                h = act_forward(g, u, ACT) * tl.load(weight_ptr + a, mask=a >= 0, other=0.0)[:, None]
+                tl.store(h_ptr + a[:, None] * F + out[None, :], h.to(h_ptr.dtype.element_ty), mask=(a >= 0)[:, None] & (out < F)[None, :])
 
 # %% ../../nbs/experts/03h_decode_kernels.ipynb #0e16e757
 @triton.jit(do_not_specialize=["T"])
-def _down_kernel(h_ptr, down_ptr, active_ptr, table_ptr, residual_ptr, out_ptr, T, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
-                 TP: tl.constexpr, PDL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    "out[t] = residual[t] + sum over its choices j of h[t*k + j] @ down[e].T"
-    t, k0 = tl.arange(0, TP), tl.arange(0, BK)
-    col = tl.program_id(0) * BN + tl.arange(0, BN)
-    if TP == 1:
-        r = tl.arange(0, KP * BN)
-        s, c = r // BN, tl.program_id(0) * BN + r % BN
-        ok = (s < K) & (c < D)
-        e = tl.load(active_ptr + s, mask=ok, other=0)              # the kernel before the last one has written it
-        row = down_ptr + (e.to(tl.int64) * D + c)[:, None] * F
-        w = tl.load(row + k0[None, :], mask=ok[:, None] & (k0 < F)[None, :], other=0.0)
-        after_previous(PDL)
-        h_row = h_ptr + tl.load(table_ptr + s, mask=ok, other=0)[:, None] * F
-        acc = tl.zeros((KP * BN, BK), tl.float32)
-        for k in tl.range(0, F, BK):
-            kk = k + k0
-            if k > 0: w = tl.load(row + kk[None, :], mask=ok[:, None] & (kk < F)[None, :], other=0.0)
-            acc += w.to(tl.float32) * tl.load(h_row + kk[None, :], mask=ok[:, None] & (kk < F)[None, :], other=0.0).to(tl.float32)
-        y = tl.sum(tl.sum(acc, 1).reshape(KP, BN), 0)[None, :]
-    else:
-        after_previous(PDL)
-        STEPS: tl.constexpr = (F + BK - 1) // BK
-        y = tl.zeros((TP, BN), tl.float32)
-        for i in tl.range(0, tl.load(active_ptr + S) * STEPS):
-            s, kk = i // STEPS, i % STEPS * BK + k0
-            e = tl.load(active_ptr + s)
-            choice = tl.load(table_ptr + s * T + t, mask=t < T, other=-1)
-            h = _tile(h_ptr, t * K + choice, choice >= 0, kk, F, BK)
-            w = _tile(down_ptr + e.to(tl.int64) * (D * F), col, col < D, kk, F, BK)
-            y = tl.dot(h, w.T, y, input_precision="ieee")
-    at = t[:, None] * D + col[None, :]
-    ok = (t < T)[:, None] & (col < D)[None, :]
-    y = y.to(out_ptr.dtype.element_ty)
-    if residual_ptr is not None: y += tl.load(residual_ptr + at, mask=ok, other=0.0)
-    tl.store(out_ptr + at, y, mask=ok)
+def _down_kernel(h_ptr, down_ptr, active_ptr, table_ptr, residual_ptr, part_ptr, out_ptr, counter_ptr, T, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+                 TP: tl.constexpr, TALL: tl.constexpr, PDL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    "out[t] = residual[t] + sum over the assignments a of token t of h[a] @ down[e].T"
+    s, n = tl.program_id(1), tl.program_id(0)
+    e = tl.load(active_ptr + s)                                    # the kernel before the last one has written it
+    if e >= 0:
+        col, w_ptr = n * BN + tl.arange(0, BN), down_ptr + e.to(tl.int64) * (D * F)
+        if TP == 1:
+            a = tl.load(table_ptr + s)
+            y = skinny(h_ptr + a * F, None, w_ptr, tl.arange(0, 1), True, col, col < D, F, BK, 1, BN, 0.0, True, PDL)
+            tl.store(part_ptr + a * D + col[None, :], y, mask=(col < D)[None, :])
+        else:
+            after_previous(PDL)
+            for m in tl.range(0, T, TP):
+                if tl.load(table_ptr + s * T + m) >= 0:
+                    a = tl.load(table_ptr + s * T + m + tl.arange(0, TP), mask=m + tl.arange(0, TP) < T, other=-1)
+                    y = skinny(h_ptr, None, w_ptr, a, a >= 0, col, col < D, F, BK, TP, BN, 0.0, False, PDL)
+                    tl.store(part_ptr + a[:, None] * D + col[None, :], y, mask=(a >= 0)[:, None] & (col < D)[None, :])
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + n, 1, sem="acq_rel") == tl.load(active_ptr + S) - 1:
+            tl.store(counter_ptr + n, 0)
+            t = tl.arange(0, TALL)
+            ok = (t < T)[:, None] & (col < D)[None, :]
+            total = tl.zeros((TALL, BN), tl.float32)
+            for j in tl.static_range(K): total += tl.load(part_ptr + (t[:, None] * K + j) * D + col[None, :], mask=ok, other=0.0, cache_modifier=".cg")
+            out = total.to(out_ptr.dtype.element_ty)
+            if residual_ptr is not None: out += tl.load(residual_ptr + t[:, None] * D + col[None, :], mask=ok, other=0.0)
+            tl.store(out_ptr + t[:, None] * D + col[None, :], out, mask=ok)
 
 # %% ../../nbs/experts/03h_decode_kernels.ipynb #77937dc9
 def tile_tokens(T: int) -> int:
@@ -178,8 +183,8 @@ def pdl(x: Tensor) -> bool:
     return device_limits(x.device.index)[2]
 
 #: rows and depth of a tile, warps, stages, for one token and for more
-CONFIG = {"gate": ((2, 2048, 4, 1), (16, 128, 4, 4)), "up": ((4, 2048, 4, 1), (32, 128, 4, 4)),
-          "down": ((2, 1024, 4, 1), (16, 256, 4, 4)), "linear": ((8, 2048, 4, 1), (16, 256, 4, 4))}
+CONFIG = {"gate": ((1, 2048, 1, 1), (16, 128, 8, 4)), "up": ((2, 2048, 4, 1), (32, 64, 4, 5)),
+          "down": ((8, 1024, 4, 1), (64, 128, 4, 4)), "linear": ((4, 2048, 4, 1), (32, 128, 4, 4))}
 
 def config(kind: str, T: int, depth: int, itemsize: int) -> dict:
     "Constants of a launch; a tile is not deeper than the product, nor larger in float32."
@@ -195,16 +200,17 @@ def gate_triton(x: Tensor, router: Tensor, gain: Tensor | None, eps: float, top_
     logits, probs, weight, expert = (new(*s, dtype=d) for s, d in (((T, E), torch.float32), ((T, E), torch.float32), ((T, k), torch.float32), ((T, k), torch.int64)))
     active, table, c, early = new(S + 1, dtype=torch.int32), new(S, T, dtype=torch.int32), config("gate", T, D, x.element_size()), pdl(x)
     _gate_kernel[(triton.cdiv(E, c["BE"]),)](x, gain, router, logits, probs, expert, weight, active, table, counter, T, scale, D=D, E=E, K=k, S=S, RENORM=renormalize,
-                                             TP=tile_tokens(T), EP=triton.next_power_of_2(E), SP=triton.next_power_of_2(S), EPS=eps, PDL=early, launch_pdl=early, **c)
+                                             TP=tile_tokens(T), EP=max(32, triton.next_power_of_2(E)), SP=triton.next_power_of_2(S), EPS=eps, PDL=early, launch_pdl=early, **c)
     return expert, weight, probs, logits, active, table
 
-def experts_triton(x: Tensor, gain: Tensor | None, eps: float, weight: Tensor, active: Tensor, table: Tensor, up: Tensor, down: Tensor, activation: str, residual: Tensor | None):
-    "Body of `decode_experts`."
+def experts_triton(x: Tensor, gain: Tensor | None, eps: float, weight: Tensor, active: Tensor, table: Tensor, up: Tensor, down: Tensor, activation: str,
+                   residual: Tensor | None, counter: Tensor):
+    "Body of `decode_experts`. `counter` int32, at least D of them, 0 before and after."
     (T, k), (_, D, F), S, n, early = weight.shape, down.shape, table.shape[0], get_activation(activation).halves, pdl(x)
-    h, out = torch.empty(T * k, F, dtype=x.dtype, device=x.device), torch.empty_like(x)
+    h, out, part = torch.empty(T * k, F, dtype=x.dtype, device=x.device), torch.empty_like(x), torch.empty(T * k, D, dtype=torch.float32, device=x.device)
+    shared = dict(D=D, F=F, K=k, TP=min(tile_tokens(T), 16), PDL=early, launch_pdl=early)
     c = config("up", T, D, x.element_size())
-    shared = dict(D=D, F=F, K=k, TP=tile_tokens(T), PDL=early, launch_pdl=early)
     _up_kernel[(triton.cdiv(F, c["BN"]), S)](x, gain, up, weight, active, table, h, T, HALVES=n, ACT=activation, EPS=eps, **shared, **c)
     c = config("down", T, F, x.element_size())
-    _down_kernel[(triton.cdiv(D, c["BN"]),)](h, down, active, table, residual, out, T, KP=triton.next_power_of_2(k), S=S, **shared, **c)
+    _down_kernel[(triton.cdiv(D, c["BN"]), S)](h, down, active, table, residual, part, out, counter, T, S=S, TALL=triton.next_power_of_2(T), **shared, **c)
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.backend import triton_body
 from ..experts.decode import MAX_TOKENS, DecodePlan, decode_experts
 from ..experts.layer import Local, MoE
-from ..models.gpt import GPT, MLP, Attention, KVCache, ResidualMoE, rope
+from ..models.gpt import GPT, MLP, Attention, KVCache, ResidualMoE
 
 # %% ../../nbs/inference/02_step.ipynb #2954d522
 def _branches(ffn): # modules that read the same norm and are added; None where one is not plain
@@ -40,21 +40,22 @@ class FusedStep:
         self.counters = torch.zeros(B * model.config.kv_heads, dtype=torch.int32, device=device)
         ints = lambda *v: torch.tensor(v, dtype=torch.int32, device=device)
         none = torch.zeros(B, 1, device=device)
-        self.dense = DecodePlan(none.long(), none + 1, none, none, ints(0, 1), ints(*[0] * B)[None])      # one expert, chosen by all
+        self.dense = DecodePlan(none.long(), none + 1, none, none, ints(0, 1), ints(*range(B))[None])     # one expert, chosen by all
+        self.freq = model.config.rope_base ** -(torch.arange(0, model.config.head_dim, 2, device=device) / model.config.head_dim)
 
     @torch.no_grad()
     def __call__(self, ids_B: Tensor) -> Tensor:
-        from moe_lab.inference.step_kernels import attention, linear
+        from moe_lab.inference.step_kernels import attention, begin, linear
         m, c, cache = self.model, self.model.config, self.cache
-        cos, sin = (t[:, 0].contiguous() for t in rope(cache.positions(1), c.head_dim, c.rope_base))
-        x, eps = m.embed.weight[ids_B], c.norm_eps
+        cache.positions(1)                                     # is there room?
+        eps, (x, cos, sin, at) = c.norm_eps, begin(ids_B, m.embed.weight, self.freq, cache.lengths)
+        cache.longest += 1
         for l, block in enumerate(m.blocks):
             qkv = linear(x, block.attention.qkv.weight, block.norm1.weight, eps)
-            y = attention(qkv, cos, sin, cache.k[l], cache.v[l], cache.lengths, c.num_heads, self.counters)
+            y = attention(qkv, cos, sin, cache.k[l], cache.v[l], at, c.num_heads, self.counters)
             x = linear(y, block.attention.out.weight, residual=x)
             gain, h = block.norm2.weight, x
             for f in _branches(block.ffn):
                 plan, e = (f.decode_plan(h, gain, eps), f.experts) if isinstance(f, MoE) else (self.dense, f)
                 x = decode_experts(h, plan, e.up, e.down, e.activation, gain, eps, residual=x)
-        cache.advance(1)
         return linear(x, m.embed.weight, m.norm.weight, eps)
