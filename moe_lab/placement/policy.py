@@ -34,9 +34,6 @@ class Planner:
         gain = worst[best] < top * (1 - 1e-9) or (worst[best] <= top * (1 + 1e-12) and square[best] < (now * now).sum() * (1 - 1e-9))
         return best, gain
 
-    @property
-    def seconds(self): return float(device_seconds(self.parts).max())
-
     def _columns(self, experts, slots): return columns(self.cost, self.counts[experts], slots)
 
     def plan(self) -> list[Move]:

@@ -148,7 +148,7 @@ def shadows(cost: Cost, counts: np.ndarray, # (G,E)
         if not t < best: break
         parts, best = trial, t
         chosen.append(int(e))
-    return chosen, best
+    return chosen, best + cost.fixed
 
 
 def _at_home(cost, count):
