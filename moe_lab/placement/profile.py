@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..cluster.groups import Grid, grid
 from ..cluster.launch import Pool, rank_device
 from ..comm.parallel import compute, round_trip
+from ..core.files import read_json, short
 from ..core.types import Cluster, Device, Level, Placement, Routing
 from ..experts.layer import Experts
 from .cost import Cost, step_seconds
@@ -124,8 +125,10 @@ class Profile:
     @classmethod
     def load(cls, path):
         "A stored profile; ValueError when the file is something else."
-        try: return cls(**json.loads(Path(path).read_text()))
-        except (TypeError, json.JSONDecodeError) as e: raise ValueError(f"{path} is no profile: {e}") from None
+        stored = read_json(path)
+        try: p = cls(**stored); p.cost()
+        except (TypeError, ValueError, AttributeError, OverflowError) as e: raise ValueError(f"{path} is no profile: {short(str(e))}") from None
+        return p
 
 
 def measure(g: Grid, d_model: int, d_hidden: int,

@@ -6,13 +6,14 @@
 __all__ = ['make_trace', 'read_trace', 'watch', 'record', 'recorded']
 
 # %% ../../nbs/placement/06d_traces.ipynb #6cd99ee0
-import csv, json, tempfile
+import csv, io, json, math, tempfile
+from importlib.resources import files
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-import moe_lab
+from ..core.files import read_text
 from ..experts.layer import MoE
 from ..models.corpus import load_corpus
 from ..models.gpt import GPTConfig
@@ -46,19 +47,22 @@ def read_trace(path: str | Path) -> np.ndarray: # (steps, layers, E) int64
     if not path.exists(): raise FileNotFoundError(f"there is no trace {str(path)!r}")
     if path.suffix == ".npz":
         try:
+            with ZipFile(path) as z:                                        # a few bytes can unpack to any number
+                if (n := z.getinfo("counts.npy").file_size) > 2**30: raise ValueError(f"counts take {n} bytes, more than a trace can be")
             with np.load(path, allow_pickle=False) as f: a = f["counts"]
-        except (KeyError, ValueError, OSError, EOFError, BadZipFile) as e: raise ValueError(f"{path.name}: not an npz with an array 'counts': {e}") from None
+        except (KeyError, ValueError, OSError, EOFError, MemoryError, BadZipFile) as e: raise ValueError(f"{path.name}: not an npz with an array 'counts': {e}") from None
         if a.ndim == 2: a = a[:, None]
         if a.ndim != 3: raise ValueError(f"{path.name}: counts must be (steps, layers, E), got shape {a.shape}")
     elif path.suffix == ".csv":
-        with open(path, newline="") as f: rows = list(csv.DictReader(f))
+        rows = csv.DictReader(io.StringIO(read_text(path, 2**26), newline=""))
         need = ("step", "layer", "expert", "count")
-        if not rows or any(c not in rows[0] for c in need): raise ValueError(f"{path.name}: needs the columns {', '.join(need)}")
-        try: r = np.array([[int(x[c]) for c in need] for x in rows], np.int64)
-        except (TypeError, ValueError) as e: raise ValueError(f"{path.name}: every value must be a whole number: {e}") from None
-        if (r < 0).any(): raise ValueError(f"{path.name}: line {int((r < 0).any(1).argmax()) + 2} has a negative number")
+        if any(c not in (rows.fieldnames or ()) for c in need): raise ValueError(f"{path.name}: needs the columns {', '.join(need)}")
+        try: r = np.array([[int(x[c]) for c in need] for x in rows], np.int64).reshape(-1, 4)
+        except (TypeError, ValueError, OverflowError, csv.Error) as e: raise ValueError(f"{path.name}: every value must be a whole number: {e}") from None
+        if not len(r): raise ValueError(f"{path.name}: needs a line below its columns")
+        if (wrong := ((r < 0) | (r >= 2**31)).any(1)).any(): raise ValueError(f"{path.name}: line {int(wrong.argmax()) + 2} has a number outside [0, 2^31)")
         size = r[:, :3].max(0) + 1
-        if size.prod() > 10**8: raise ValueError(f"{path.name}: {' x '.join(map(str, size))} steps x layers x experts is more than a trace can be")
+        if math.prod(map(int, size)) > 10**8: raise ValueError(f"{path.name}: {' x '.join(map(str, size))} steps x layers x experts is more than a trace can be")
         a = np.zeros(size, np.int64)
         np.add.at(a, tuple(r[:, :3].T), r[:, 3])
     else: raise ValueError(f"{path.name}: a trace ends in .csv or .npz")
@@ -104,7 +108,5 @@ def record(data: str = None, # text file or folder [default: the standard librar
 # %% ../../nbs/placement/06d_traces.ipynb #f8a2e58e
 def recorded(name: str) -> np.ndarray: # (steps, layers, E) int64
     "A trace of our own training: 'free' without a balance loss, 'balanced' with 0.01 of it."
-    there = Path(moe_lab.__file__).parent / "data" / "traces"
-    names = sorted(p.stem for p in there.glob("*.npz"))
-    if name not in names: raise ValueError(f"name must be one of {names}, got {name!r}")
-    return read_trace(there / f"{name}.npz")
+    if name not in ("free", "balanced"): raise ValueError(f"name must be 'free' or 'balanced', got {name!r}")
+    return read_trace(files("moe_lab") / "data" / "traces" / f"{name}.npz")
