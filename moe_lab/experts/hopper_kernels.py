@@ -166,14 +166,12 @@ def _load_pre(pre_ptr, r0, r1, col, N: gl.constexpr, RB: gl.constexpr, L: gl.con
     return gl.load(pre_ptr + at + off, mask=ok, other=0.0), gl.load(pre_ptr + at + N + off, mask=ok, other=0.0)
 
 @gluon.jit
-def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N: gl.constexpr,
+def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N: gl.constexpr,
                ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, RB: gl.constexpr):
     TILES_N: gl.constexpr = (N + BN - 1) // BN
     RT: gl.constexpr = BM // RB
     CT: gl.constexpr = BN // 64
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    S: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    s_whole = s_smem._reinterpret(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     T: gl.constexpr = out_ptr.dtype.element_ty
     count = gl.load(tiles_ptr + 3)
     i = 0
@@ -182,14 +180,12 @@ def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty,
         r0 = gl.load(tiles_ptr + m * 4 + 1)
         r1 = gl.load(tiles_ptr + m * 4 + 2)
         g, u = _load_pre(pre_ptr, r0, r1, n * BN, N, RB, L)
-        all_rows = r0 + gl.arange(0, BM, S)
-        s_whole.store(gl.load(scale_ptr + gl.load(order_ptr + all_rows, mask=all_rows < r1, other=0)).to(gl.float32))
+        s = _scales(scale_ptr, order_ptr, r0, r1, RB, L)
         ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
         mbarrier.wait(c_full, i & 1)
         for j in range(RT * CT):                          # all column blocks of a row block, then the next row block
             row = r0 + j // CT * RB
             col = n * BN + j % CT * 64
-            s = s_smem.index(j // CT).load(gl.SliceLayout(1, L))
             d = c_smem.index(j % CT * RT + j // CT).load(L).to(gl.float32)
             gf = g.to(gl.float32)
             uf = u.to(gl.float32)
@@ -205,16 +201,17 @@ def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty,
                 rows = row + gl.arange(0, RB, gl.SliceLayout(1, L))
                 gl.store(part_ptr + n * R.to(gl.int64) + rows, ds, mask=rows < r1)
                 ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
+                s = _scales(scale_ptr, order_ptr, row + RB, r1, RB, L)
         mbarrier.arrive(c_empty)
         i += 1
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #e0f589db
 @gluon.jit
-def _finisher(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R,
+def _finisher(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R,
               N: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
               GROUP: gl.constexpr, RB: gl.constexpr):
     if KIND == "up": _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N, ACT, SAVE, BM, BN, GROUP, RB)
-    elif KIND == "dh": _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N, ACT, BM, BN, GROUP, RB)
+    elif KIND == "dh": _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, dpre_ptr, part_ptr, R, N, ACT, BM, BN, GROUP, RB)
     else: _finish_copy(tiles_ptr, c_smem, c_full, c_empty, out_desc, N, BM, BN, GROUP)
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #f4abbcee
@@ -235,7 +232,6 @@ def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, 
     CB: gl.constexpr = [1, 1, BM, BN] if COPY else [RB, 64]
     CS: gl.constexpr = CB if COPY else [BM // RB * (BN // 64)] + CB
     c_smem = gl.allocate_shared_memory(T, CS, gl.NVMMASharedLayout.get_default_for(CB, T))
-    s_smem = gl.allocate_shared_memory(gl.float32, [BM // RB, RB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -248,7 +244,7 @@ def _rows_hopper_kernel(a_ptr, a_desc, w_desc, order_ptr, scale_ptr, tiles_ptr, 
     fence_async_shared()
     gl.warp_specialize([(_consumer, (tiles_ptr, order_ptr, scale_ptr, a_smem, w_smem, c_smem, full, empty, c_full, c_empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP, COPY)),
                         (_producer, (a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full, empty, K, N, CHOICES, W_NK, HALVES, BM, BN, BK, STAGES, GROUP)),
-                        (_finisher, (tiles_ptr, order_ptr, scale_ptr, c_smem, s_smem, c_full, c_empty, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R, N, KIND, ACT, SAVE, BM, BN, GROUP, RB))],
+                        (_finisher, (tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr, out_desc, pre_ptr, dpre_ptr, part_ptr, R, N, KIND, ACT, SAVE, BM, BN, GROUP, RB))],
                        [LOADERS, FINISHERS], [REGS, REGS])
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #40451802

@@ -72,19 +72,18 @@ def _place_kernel(ids_ptr, part_ptr, offsets_ptr, order_ptr, row_ptr, tiles_ptr,
     base = start + before
     behind = rows + first - tl.sum(before, 0)             # assignments without an expert stand behind all rows, in order
     at = tl.arange(0, CHUNK)
+    v, ok = _ids(ids_ptr, first + at, end, E)
     for i0 in range(first, end, CHUNK):
-        v, ok = _ids(ids_ptr, i0 + at, end, E)
-        hist = tl.histogram(v, EP, mask=ok)
-        found = tl.sum(hist, 0)
-        place = tl.sort(tl.where(ok, v, tl.where(i0 + at < end, EP, EP + 1)) * CHUNK + at)      # no expert, then no id: last
-        e_at, i = place // CHUNK, i0 + place % CHUNK
-        here = e_at < EP
-        shift = base - (tl.cumsum(hist, 0) - hist)        # from the place in the sorted chunk to the row
-        row = tl.where(here, tl.gather(shift, tl.minimum(e_at, EP - 1), 0), behind - found) + at
-        tl.store(row_ptr + i, tl.where(here, row, -1), mask=e_at <= EP)
-        tl.store(order_ptr + row, i, mask=e_at <= EP)
-        base += hist
-        behind += tl.minimum(end - i0, CHUNK) - found
+        ahead, ahead_ok = _ids(ids_ptr, i0 + CHUNK + at, end, E)
+        key = tl.where(ok, v, -1)
+        rank = tl.sum(((key[:, None] == key[None, :]) & (at[:, None] > at[None, :])).to(tl.int32), 1)
+        pos = tl.where(ok, tl.gather(base, v, 0), behind) + rank
+        i = i0 + at
+        tl.store(row_ptr + i, tl.where(ok, pos, -1), mask=i < end)
+        tl.store(order_ptr + pos, i, mask=i < end)
+        base += tl.histogram(v, EP, mask=ok)
+        behind += tl.sum(((~ok) & (i < end)).to(tl.int32), 0)
+        v, ok = ahead, ahead_ok
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #b5c6331b
 @triton.jit
@@ -95,7 +94,7 @@ def _tiles_kernel(offsets_ptr, tiles_ptr, M, E: tl.constexpr, EP: tl.constexpr, 
     _tile_rows(tiles_ptr, end - start, start, tl.program_id(0) * TB + tl.arange(0, TB), M, E, TILE)
 
 # %% ../../nbs/experts/03a_plan_kernels.ipynb #30c3c8ca
-CONFIG = dict(CHUNK=512, PROGRAMS=256, num_warps=4)        # ids of a round, programs at most (fewer beyond 256 experts)
+CONFIG = dict(CHUNK=128, PROGRAMS=256, num_warps=4)        # ids of a round, programs at most (fewer beyond 256 experts)
 _TB = 64                                                   # rows of the tile table a program writes
 
 def plan_triton(expert, num_experts, tile, config=CONFIG):
