@@ -7,11 +7,11 @@ __all__ = ['expert_devices', 'Choice', 'Advice', 'advise', 'explain']
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #7a034d82
 from dataclasses import asdict, dataclass, replace
-from math import isinf, prod
+from math import isinf
 
 from ..cluster.topology import device_bandwidth
 from ..core.types import Cluster
-from .domain import Domains, traffic
+from .domain import traffic
 from .scale import Block, best_domains, block_of, seconds, tutel
 from .stream import Workload, best_p, share_of_domain
 from ..models.zoo import Model
@@ -48,7 +48,7 @@ def _choice(b, cluster, sizes, ratio, room, layers):
     w = Workload(b.data, b.sent(ratio), sizes[0], device_bandwidth(cluster, 0), b.before)
     ins, outs = traffic(d, b.data, b.sent(ratio)), traffic(d, b.data, b.expert * b.experts)
     sent = {l.name: dict(tokens=i["tokens"], experts=i["experts"], gradients=o["experts"]) for l, i, o in zip(cluster.levels, ins, outs)}
-    return Choice(d.domains, ratio, share_of_domain(sizes[0], d.domains[0]), best_p(w), t, sent, own * (prod(d.domains) - 1))
+    return Choice(d.domains, ratio, share_of_domain(sizes[0], d.domains[0]), best_p(w), t, sent, own * (d.copies - 1))
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #02616013
 @dataclass(frozen=True)

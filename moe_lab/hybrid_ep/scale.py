@@ -10,7 +10,6 @@ __all__ = ['Block', 'timelines', 'seconds', 'all_domains', 'best_domains', 'tute
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 
 import numpy as np
 
@@ -48,21 +47,20 @@ def timelines(b: Block, cluster: Cluster, d: Domains, ratio: float | None = None
     "Forward and backward of a block whose experts are spread over `d.sizes` devices at each level (at most the cluster's); `degree` and `algo` of the token exchange as Tutel's."
     tokens = alltoall_phases(cluster, b.data / degree, algo, tuple(n // s for n, s in zip(d.sizes, d.domains)))
     gather = lambda bytes: all_gather_phases(cluster, bytes, group=d.domains)
-    copies = prod(d.domains)
-    decode = stream_seconds(cluster.device, copies * b.experts * b.expert) if ratio and copies > 1 else 0.
-    def run(work, before, after, beside): # each a list of ops; `work` seconds of the experts
+    decode = stream_seconds(cluster.device, d.copies * b.experts * b.expert) if ratio and d.copies > 1 else 0.
+    def run(work, before, beside, after): # lists of ops around the experts' `work` [s]; after: last op's name -> list
         out = before + beside
-        ready = tuple(o.name for o in (before[-1:] + beside[-1:]))
+        ready = tuple(o.name for o in before[-1:] + beside[-1:])
         for i in range(degree):
             there = ops(tokens, f"there{i}", tuple(o.name for o in before[-1:]))
             compute = Op(f"experts{i}", 0, "compute", (*ready, *(o.name for o in there[-1:])), work / degree)
             out += [*there, compute, *ops(tokens, f"back{i}", (compute.name,))]
-        return simulate(out + after(f"experts{degree - 1}", out[-1].name))
-    forward = run(b.compute + decode, [Op("before", 0, "compute", (), b.before)], lambda *_: [], ops(gather(b.sent(ratio)), "gather", stream="experts"))
-    home = ops(gather(b.experts * b.expert)[::-1], "home", ("experts%d" % (degree - 1),), "experts")
+        return simulate(out + after(out[-1].name))
+    forward = run(b.compute + decode, [Op("before", 0, "compute", (), b.before)], ops(gather(b.sent(ratio)), "gather", stream="experts"), lambda last: [])
+    home = ops(gather(b.experts * b.expert)[::-1], "home", (f"experts{degree - 1}",), "experts")
     reduce = min((all_reduce_phases(cluster, b.expert, a, d.sizes) for a in ("hierarchical", "tree")), key=phase_seconds)
-    mean = ops(reduce, "mean", (), "experts") if ratio and copies > 1 else []
-    backward = run(2 * b.compute, [], lambda experts, last: home + [Op("before", 0, "compute", (last,), 2 * b.before)], mean)
+    mean = ops(reduce, "mean", (), "experts") if ratio and d.copies > 1 else []
+    backward = run(2 * b.compute, [], [], lambda last: mean + home + [Op("before", 0, "compute", (last,), 2 * b.before)])
     return forward, backward
 
 
@@ -80,8 +78,8 @@ def best_domains(b: Block, cluster: Cluster, sizes: tuple[int, ...], ratio: floa
                  copies: float = float("inf"), # how many ranks' experts a device can hold, its own included
                 ) -> tuple[Domains, float]: # -> fastest, seconds
     "The fastest domains that fit."
-    rank = lambda d: (seconds(b, cluster, d, ratio), prod(d.domains))
-    d = min((d for d in all_domains(sizes) if prod(d.domains) <= max(copies, 1)), key=rank)
+    rank = lambda d: (seconds(b, cluster, d, ratio), d.copies)
+    d = min((d for d in all_domains(sizes) if d.copies <= max(copies, 1)), key=rank)
     return d, rank(d)[0]
 
 def tutel(b: Block, cluster: Cluster, sizes: tuple[int, ...], backward: bool = True) -> tuple[Choice, float]: # -> its choice, seconds
