@@ -1,0 +1,137 @@
+"""Training that is saved, killed, resumed and resharded at random keeps the losses of a run that nothing disturbed; ranks that die never hang the others."""
+import os, random, signal, time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_lab import MoE
+from moe_lab.cluster.groups import grid
+from moe_lab.cluster.launch import Pool, RankError, step
+from moe_lab.comm import checkpoint
+from moe_lab.comm.gradients import check_copies, clip_grad_norm, reduce_gradients
+from moe_lab.comm.parallel import ExpertParallel
+from moe_lab.comm.switch import Switchable
+from test_comm_parallel import differences
+
+D, E, N, STEPS = 4, 2, 11, 8
+LAYOUTS = {"one": (1, lambda: ExpertParallel(grid())), "ep 2": (2, lambda: ExpertParallel(grid())), "ep 3": (3, lambda: ExpertParallel(grid())), "ep 2 x 2 copies": (4, lambda: ExpertParallel(grid(ep=2))),
+           "r 0": (4, lambda: Switchable(grid(), 0)), "r 1": (4, lambda: Switchable(grid(), 1)), "r 2": (4, lambda: Switchable(grid(), 2))}
+
+
+class Model(nn.Module):
+    def __init__(self, exchange):
+        super().__init__()
+        self.inp, self.moe, self.out = nn.Linear(D, D), MoE(D, 6, E, 2, exchange=exchange, bias=True), nn.Linear(D, 1)
+    def forward(self, x):
+        x = self.inp(x)
+        y, aux = self.moe(x)
+        return self.out(x + y)[:, 0], aux
+
+
+def kill(): os.kill(os.getpid(), signal.SIGKILL)
+
+
+def advance(layout, folder, first, last, fault=None, victim=0):
+    "Steps first..last-1 on global batches, uneven over the ranks; loads step `first`, saves `last`. `fault`: where the victim is killed in the last step."
+    W, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Model(LAYOUTS[layout][1]()).double()
+    opt = torch.optim.AdamW(model.parameters(), lr=.05)
+    if first: assert checkpoint.load(folder, model, opt, first) == {"at": first}
+    losses = []
+    for i in range(first, last):
+        g = torch.Generator().manual_seed(i)
+        x, target = torch.randn(N, D, generator=g, dtype=torch.float64), torch.randn(N, generator=g, dtype=torch.float64)
+        mine = torch.randint(0, W, (N,), generator=g).eq(rank)                # some ranks have nothing
+        doomed = fault if i == last - 1 and rank == victim % W else None
+        if doomed == "forward": model.moe.experts.register_forward_pre_hook(lambda *_: kill())
+        if doomed == "backward": model.out.weight.register_hook(lambda _: kill())
+        step(f"step {i}")
+        opt.zero_grad()
+        loss = (model(x[mine])[0] - target[mine]).square().sum() / N
+        (loss * W).backward()
+        reduce_gradients(model); clip_grad_norm(model, 1.); opt.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    check_copies(model)
+    if fault == "save" and rank == victim % W: checkpoint._quietly = lambda *a, **k: kill()
+    checkpoint.save(folder, last, model, opt, {"at": last})
+    return losses
+
+
+def walk(ranks, folder, seed, record_property, most_faults):
+    rnd, at, faults, moves = random.Random(seed), 0, 0, 0
+    want = ranks.run(advance, "one", folder / "undisturbed", 0, STEPS, n=1)[0]
+    while at < STEPS:
+        layout, last = rnd.choice(list(LAYOUTS)), min(STEPS, at + rnd.randint(1, 3))
+        fault = rnd.choice(["forward", "backward", "save"]) if faults < most_faults and rnd.random() < .5 else None
+        W, victim = LAYOUTS[layout][0], rnd.randrange(4)
+        start = time.monotonic()
+        if fault:
+            with pytest.raises(RankError) as e: ranks.run(advance, layout, folder / "walk", at, last, fault, victim, n=W, timeout=10)
+            assert e.value.rank == victim % W and time.monotonic() - start < 60
+            assert checkpoint.steps(folder / "walk")[-1:] == ([at] if at else [])     # what was saved stays, nothing half-written counts
+            faults += 1
+            continue
+        for losses in ranks.run(advance, layout, folder / "walk", at, last, n=W): assert losses == pytest.approx(want[at:last], rel=1e-9), (seed, layout, at)
+        at, moves = last, moves + 1
+    record_property("faults", faults)
+    record_property("moves", moves)
+
+
+def test_a_walk(ranks, tmp_path, record_property): walk(ranks, tmp_path, 3, record_property, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_many_walks(ranks, tmp_path, seed, record_property): walk(ranks, tmp_path, seed, record_property, 6)
+
+
+# --- random worlds, random deaths -----------------------------------------------------------------------------------
+
+def exchanges(seed, W):
+    "A random layer whose result must be one process's."
+    rnd = random.Random(seed)
+    E, f = rnd.choice([1, 2, 3, 5, 8]), rnd.choice([None, None, 0., .5, 1.25])
+    tokens = [rnd.choice([0, 0, 1, 4, 9, 33]) for _ in range(W)]
+    make = lambda: ExpertParallel(grid(), f, lost=rnd.choice(["zero", "pass"]), algo=rnd.choice(["linear", "hierarchical"]))
+    return differences(make, E, tokens, k=rnd.choice([1, 2, E]), mask=rnd.random() < .5, capacity_factor=f)
+
+
+def dies(seed, victim, after):
+    "The same with a rank that is killed, or stops answering, at a random moment."
+    import threading
+    if dist.get_rank() == victim % dist.get_world_size():
+        if seed % 3 == 2: time.sleep(1e6)                       # alive and silent
+        threading.Timer(after, kill).start()
+    for i in range(10**6):
+        step(f"round {i}")
+        exchanges(seed + i, dist.get_world_size())
+
+
+def rounds(pool, seeds, worlds, record_property, deaths):
+    faults = 0
+    for seed in seeds:
+        rnd = random.Random(seed)
+        W, start = rnd.choice(worlds), time.monotonic()
+        assert max(pool.run(exchanges, seed, W, n=W, timeout=30)) < 1e-12, (seed, W)
+        if faults < deaths and W > 1:
+            with pytest.raises(RankError) as e: pool.run(dies, seed, rnd.randrange(W), rnd.random(), n=W, timeout=5)
+            assert set(e.value.failures) | set(e.value.running) == set(range(W)), e.value
+            faults += 1
+        assert time.monotonic() - start < 60
+    record_property("faults", faults)
+    record_property("worlds", len(seeds))
+
+
+def test_random_worlds(ranks, record_property): rounds(ranks, range(6), [1, 2, 3, 4], record_property, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_random_worlds(record_property):
+    with Pool(6, timeout=60, backend="gloo") as pool: rounds(pool, range(100, 160), [1, 2, 3, 4, 5, 6], record_property, 40)
