@@ -11,12 +11,16 @@ if not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
 
+from tally import pytest_configure, pytest_itemcollected      # noqa: F401  (hooks)
+
 # The same examples on every run: a failure is one that anybody can see again.
 settings.register_profile("lab", derandomize=True, deadline=None)
 settings.load_profile("lab")
 
 
-def pytest_addoption(parser): parser.addoption("--slow", action="store_true", help="also run what takes minutes")
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run what takes minutes")
+    parser.addoption("--report", help="write cases tried, examples fuzzed and faults survived to this file")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -32,7 +36,7 @@ def pytest_xdist_make_scheduler(config, log):
     """The tests of a file share what they prepare, and the files with ranks share one pool: one worker runs them.
     Notebooks go one by one to whoever is free."""
     from xdist.scheduler import LoadScopeScheduling
-    uses_ranks = {p.name for p in Path(__file__).parent.glob("test_*.py") if re.search(r"def \w+\([^)]*\branks\b", p.read_text())}
+    uses_ranks = {p.name for p in Path(__file__).parent.rglob("test_*.py") if re.search(r"def \w+\([^)]*\branks\b", p.read_text())}
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):

@@ -63,7 +63,7 @@ def uneven(W, seeds):
 
 
 @pytest.mark.parametrize("W", [2, 3, 4])
-def test_even(ranks, W): assert all(n >= 18 for n in ranks.run(even, W, n=W))
+def test_even(ranks, W): assert all(n >= 18 for n in ranks.run(even, W, n=W))         # D05
 
 @pytest.mark.parametrize("W", [2, 3, 4])
 def test_uneven(ranks, W): assert ranks.run(uneven, W, range(6), n=W) == [True] * W   # D06

@@ -22,4 +22,4 @@ def test_operator(name, body, examples, record_property):
         CHECKS[name](problem, body)
 
     holds()
-    record_property("examples", done)
+    record_property("examples", dict(what=f"{name}, {body}", n=done))

@@ -31,7 +31,7 @@ def copy(tmp_path_factory):
 
 
 @pytest.mark.parametrize("folder, kind", [("nbs", "*.ipynb"), ("moe_lab", "*.py")])
-def test_clean_and_export_change_nothing(copy, folder, kind):
+def test_clean_and_export_change_nothing(copy, folder, kind):                    # B15
     files = lambda top: {p.relative_to(top): p.read_text() for p in (top / folder).rglob(kind) if ".ipynb_checkpoints" not in p.parts}
     here, there = files(ROOT), files(copy)
     assert here.keys() == there.keys()

@@ -35,7 +35,7 @@ def lab(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_live_slider_redraws_the_figure(lab, name):
+def test_live_slider_redraws_the_figure(lab, name):                              # B14
     with chromium() as browser:
         page = browser.new_page(viewport=dict(width=1400, height=1000))
         page.goto(f"{lab}/lab/tree/{name}", wait_until="domcontentloaded")

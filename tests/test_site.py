@@ -79,7 +79,7 @@ def test_links_and_alt_texts(docs):
 
 @needs_browser
 @pytest.mark.parametrize("name", PAGES)
-def test_page(site, page, name):
+def test_page(site, page, name):                                                 # B01, B06, B19
     wrong = watch(page)
     page.goto(f"{site}/{name}", wait_until="load")
     page.wait_for_function(DRAWN)
