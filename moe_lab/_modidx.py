@@ -2477,4 +2477,10 @@ d = { 'settings': { 'branch': 'main',
                                   'moe_lab.viz.tour.routing_map': ('viz/tour.html#routing_map', 'moe_lab/viz/tour.py'),
                                   'moe_lab.viz.tour.show_token': ('viz/tour.html#show_token', 'moe_lab/viz/tour.py'),
                                   'moe_lab.viz.tour.table': ('viz/tour.html#table', 'moe_lab/viz/tour.py')},
-            'moe_lab.viz.zoo': {'moe_lab.viz.zoo.sizes': ('viz/zoo.html#sizes', 'moe_lab/viz/zoo.py')}}}
+            'moe_lab.viz.zoo': {'moe_lab.viz.zoo.sizes': ('viz/zoo.html#sizes', 'moe_lab/viz/zoo.py')},
+            'moe_lab.which': { 'moe_lab.which.Idea': ('which.html#idea', 'moe_lab/which.py'),
+                               'moe_lab.which.Idea.worth': ('which.html#idea.worth', 'moe_lab/which.py'),
+                               'moe_lab.which._verdict': ('which.html#_verdict', 'moe_lab/which.py'),
+                               'moe_lab.which.ideas': ('which.html#ideas', 'moe_lab/which.py'),
+                               'moe_lab.which.ways': ('which.html#ways', 'moe_lab/which.py'),
+                               'moe_lab.which.which': ('which.html#which', 'moe_lab/which.py')}}}

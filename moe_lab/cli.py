@@ -18,6 +18,7 @@ commands = {   # verb: (module, function, one line for the overview)
     "place": ("moe_lab.placement.arena", "place", "which expert placement pays on a recorded routing trace"),
     "profile": ("moe_lab.placement.profile", "profile", "measure this machine's constants for the placement cost model"),
     "plan": ("moe_lab.plan", "plan", "which strategy trains a model fastest on a cluster, and what limits it"),
+    "which": ("moe_lab.which", "which", "which system's idea pays for a model on a cluster"),
     "record": ("moe_lab.placement.traces", "record", "train a small GPT and keep its routing as a trace for place"),
     "train": ("moe_lab.models.train", "train", "train a GPT with experts on any text"),
     "tour": ("moe_lab.tour", "tour", "train and compare five models, leave a page of pictures"),

@@ -59,3 +59,12 @@ def test_dense_models_and_few_experts():
     few = Model("few", (replace(LAYER, experts=2),) * 4, 1000)
     assert {p.strategy.expert for p in plans(few, c, 2**16, top=50)} >= {1, 2, 4, 16}
     assert Strategy(expert=16, r=4) in {replace(s, recompute=False) for s in sizes(few, c)}
+
+
+def test_which_explains(capsys):
+    from moe_lab.which import which
+    with pytest.raises(ValueError, match="experts"): which("350M", "nd_a100_v4:1")
+    with pytest.raises(ValueError, match="imbalance must be >= 1, got 0.5"): which("OLMoE-1B-7B", "h200_nvlink", tokens=2**16, imbalance=.5)
+    which("OLMoE-1B-7B", "h200_nvlink", tokens=2**16)
+    out = capsys.readouterr().out
+    assert "balanced placement" in out and "at most" in out and "nothing to gain" in out
