@@ -26,14 +26,14 @@ def _slowest(values):
     return t.tolist()
 
 
-def _timed(fn, barrier, n: int = 15, warm: int = 3) -> dict: # [s]
+def _timed(fn, barrier, n: int = 15, warm: int = 3, ahead: int = 1) -> dict: # [s]; ahead: half milliseconds that the host gets
     "Median times of one call: queued, alone, host."
     out = {}
     for mode in ("queued", "alone"):
         torch.cuda.synchronize(); dist.barrier()
         events, host = [], []
         for _ in range(n + warm):
-            if mode == "queued": torch.cuda._sleep(900_000)
+            if mode == "queued": torch.cuda._sleep(ahead * 900_000)
             barrier()
             a, b = torch.cuda.Event(True), torch.cuda.Event(True)
             start = time.perf_counter()
@@ -117,7 +117,7 @@ def bench_gemm(buf, deadline, shapes=GEMM_SHAPES + FEW_SHAPES, quick=False):
         v = dict(main)
         for name in ("auto", "fused"): v[f"operator, {name}"] = lambda o=name: fz.gemm_all_to_all(x, w, overlap=o)
         if few:
-            for BN, BK, stages in ((16, 256, 3), (32, 64, 6), (32, 256, 3), (64, 128, 3)): v[f"fused, {BN}x{BK}, {stages} stages"] = fused(BN=BN, BK=BK, stages=stages)
+            for BN, BK, stages in ((16, 128, 6), (32, 64, 6), (32, 256, 2), (64, 128, 3)): v[f"fused, {BN}x{BK}, {stages} stages"] = fused(BN=BN, BK=BK, stages=stages)
             v["fused, tiles of 128 rows"] = lambda: fz.gemm_send(x, w, buf)
         else:
             for r, p in ((1, 2), (3, 5), (2, 3), (1, 1), (0, 1)): v[f"fused, order {r}/{p}"] = fused(order=(r, p))
@@ -155,14 +155,14 @@ def bench_embedding(buf, deadline, shapes=EMB_SHAPES, quick=False):
         v = {"embedding_bag, NCCL, reorder": pair, "fused": send(), "operator, fused": lambda: fz.embedding_all_to_all(table, index)}
         for r, p in ((1, 2), (1, 1), (0, 1)): v[f"fused, order {r}/{p}"] = send(order=(r, p))
         if not quick:
-            for p in (2, 4, 8, 12, 16): v[f"fused, {p} programs an SM"] = send(programs=p * sms)
+            for p in (1, 2, 4, 6, 8, 12, 16): v[f"fused, {p} programs an SM"] = send(programs=p * sms)
         v |= {f"{name}, CUDA graph": _captured(v[name]) for name in ("embedding_bag, NCCL, reorder", "fused")}
         yield from _rows(dict(op="embedding + all-to-all, strictest pair", **shape), {"embedding_bag, then NCCL (indices ready, result left by rank)": ready}, None, buf, load, deadline)
         yield from _rows(dict(op="embedding + all-to-all", **shape), v, lambda: pair().clone(), buf, load, deadline)
 
 # %% ../../nbs/bench/06_fused.ipynb #9257a6fb
 GEMV_SHAPES = ((1, 8192, 8192), (1, 4096, 4096), (1, 14336, 4096), (4, 4096, 8192))
-_gemv_tiles = ((8, 512, 4, 4, 4), (4, 512, 4, 4, 8), (4, 1024, 3, 4, 6), (8, 1024, 2, 4, 4), (4, 2048, 2, 4, 4), (4, 2048, 1, 4, 4), (2, 2048, 1, 4, 8), (16, 256, 4, 4, 4), (16, 512, 3, 8, 2))
+_gemv_tiles = ((4, 1024, 3, 4, 6), (8, 1024, 2, 4, 4), (4, 2048, 1, 4, 4), (16, 256, 4, 4, 4), (16, 512, 3, 8, 2))
 
 def bench_gemv(buf, deadline, shapes=GEMV_SHAPES, quick=False):
     "GEMV + all-reduce: M tokens, K inputs a rank, N outputs."
@@ -193,26 +193,31 @@ def bench_gemv(buf, deadline, shapes=GEMV_SHAPES, quick=False):
         yield from _rows(dict(op="gemv + all-reduce", **shape), v, reference, buf, load, deadline)
 
 # %% ../../nbs/bench/06_fused.ipynb #4ef220e7
-LAYER_SHAPES = ((8192, 2048, 1408, 8, 2, 1.), (8192, 4096, 4096, 8, 2, 1.), (32, 4096, 2048, 8, 2, 4.))
+LAYER_SHAPES = ((8192, 2048, 1408, 8, 2, 1.), (8192, 4096, 1536, 8, 2, 1.), (8192, 4096, 4096, 8, 2, 1.), (32, 4096, 2048, 8, 2, 4.))
 
 def bench_layer(buf, deadline, shapes=LAYER_SHAPES, quick=False):
     "A SwiGLU layer, capacity factor f: T tokens on each rank, width D, experts E of width F, k a token."
     bf = torch.bfloat16
     for T, D, F, E, k, f in shapes:
-        x = torch.randn(T, D, device="cuda", dtype=bf, requires_grad=True)
+        C = int(T * k / E * f)
+        g = torch.Generator(device="cuda").manual_seed(buf.rank)
+        z = torch.randn(E, C, D, device="cuda", generator=g).to(bf).requires_grad_()
         want = None
         for overlap in ("none", "coarse", "fused", "auto"):
             if _slowest([time.time() - deadline])[0] > 0: return
             torch.manual_seed(0)
-            moe = MoE(D, F, E, k, exchange=ExpertParallel(grid(), f, multiple=128 if T > 128 else 1, overlap=overlap)).to("cuda", bf)
+            moe = MoE(D, F, E, k, exchange=ExpertParallel(grid(), f, overlap=overlap)).to("cuda", bf)
             def forward():
-                with torch.no_grad(): return moe(x)[0]
-            def both(): moe.zero_grad(); x.grad = None; moe(x)[0].sum().backward()
-            y = forward(); want = y if want is None else want
-            case = dict(op="layer", T=T, D=D, F=F, E=E, k=k, f=f, variant=overlap)
+                with torch.no_grad(): return moe.exchange.there_and_back(z, moe.experts)
+            def both():
+                z.grad = None; moe.zero_grad()
+                moe.exchange.there_and_back(z, moe.experts).backward(z.detach())
+            y = forward().clone(); want = y if want is None else want
             difference = _slowest([((y - want).float().norm() / want.float().norm()).item()])[0]
-            values = {f"{name}, {mode}": t for name, fn in (("forward", forward), ("both", both)) for mode, t in _timed(fn, buf.handle.barrier, 9).items()}
-            yield case, dict(difference=difference, **values)
+            calls = {"forward": forward, "forward and backward": both} | ({"forward, CUDA graph": _captured(forward)} if overlap != "auto" else {})
+            for name, fn in calls.items():
+                fn()
+                yield dict(op="layer", T=T, D=D, F=F, E=E, k=k, f=f, what=name, variant=overlap), dict(difference=difference, **_timed(fn, buf.handle.barrier, 9, ahead=8))
             del moe
 
 # %% ../../nbs/bench/06_fused.ipynb #918d659c

@@ -22,7 +22,6 @@ from ..core.backend import current
 # %% ../../nbs/comm/04b_fused.ipynb #782b60a9
 def _world(group): return dist.get_world_size(group) if dist.is_initialized() else 1
 
-
 def _exchange(x_W: Tensor, group) -> Tensor:
     "All-to-all of the leading dimension, (W, ...) -> (W, ...); a copy when there is one rank."
     if _world(group) == 1: return x_W.clone()
@@ -30,17 +29,14 @@ def _exchange(x_W: Tensor, group) -> Tensor:
     dist.all_to_all_single(out, x_W.contiguous(), group=group)
     return out
 
-# %% ../../nbs/comm/04b_fused.ipynb #dd88c7a0
 def _gemm_plain(x_WECK, weight_ENK, group):
     return _exchange(torch.einsum("weck,enk->wecn", x_WECK, weight_ENK), group)
-
 
 def _embedding_plain(table_tVD, index_tBL, group):
     W, (t, B, L) = _world(group), index_tBL.shape
     pooled = torch.stack([F.embedding(i, w).sum(1) for w, i in zip(table_tVD, index_tBL)])      # (t, B, D)
     by_owner = pooled.view(t, W, B // W, -1).transpose(0, 1)
     return _exchange(by_owner, group).permute(2, 0, 1, 3).reshape(B // W, W * t, -1)
-
 
 def _gemv_plain(x_MK, weight_NK, group):
     y = F.linear(x_MK, weight_NK)
@@ -50,7 +46,6 @@ def _gemv_plain(x_MK, weight_NK, group):
 # %% ../../nbs/comm/04b_fused.ipynb #95b982c9
 SLICES = 16           # most slices of a sliced call
 _FLAGS = 8192         # bytes before the words: flags (see the kernels), for at most 64 ranks
-
 
 class PeerBuffer:
     """Receive memory on each rank of `group`: `nbytes` for whole results, twice `half` 8-byte words for small messages, and the flags
@@ -103,19 +98,16 @@ def peer_buffer(group, nbytes: int = 0, half: int = 0) -> PeerBuffer:
         made.append(PeerBuffer(group, most("nbytes", max(nbytes, 4096)), most("half", half)))
     return made[-1]
 
-
 def _pow2(n): return 1 << max(n - 1, 0).bit_length()
 
 @lru_cache
 def _multiprocessors(device): return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
-# %% ../../nbs/comm/04b_fused.ipynb #335d5e59
 @lru_cache
 def _reach(group):
     here, all_ = (socket.gethostname(), torch.cuda.current_device()), [None] * dist.get_world_size(group)
     dist.all_gather_object(all_, here, group=group)
     return all(h == here[0] and (d == here[1] or torch.cuda.can_device_access_peer(here[1], d)) for h, d in all_)
-
 
 def peers_reachable(group=None, # process group; None: the default one
                    ) -> bool:
@@ -129,7 +121,6 @@ OVERLAPS = ("auto", "none", "coarse", "fused")
 @lru_cache
 def _warn_once(why): warnings.warn(f"fused operator falls back to compute-then-collective: {why}", stacklevel=4)
 
-
 @lru_cache(4096)
 def _decide(op, overlap, device, dtype, x_shape, w_shape, group, backend):
     if overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {overlap!r}")
@@ -140,27 +131,22 @@ def _decide(op, overlap, device, dtype, x_shape, w_shape, group, backend):
     if overlap != "auto": _warn_once(why)
     return "none"
 
-
 def _choose(op: str, overlap: str, x: Tensor, w: Tensor, group) -> str:
     "The overlap that will run."
     return _decide(op, overlap, x.device.type, x.dtype, x.shape, w.shape, group or (dist.group.WORLD if dist.is_initialized() else None), current())
-
 
 def _aligned(x): return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 # %% ../../nbs/comm/04b_fused.ipynb #23e76386
 WIDE, NARROW = (dict(BM=128, BN=bn, BK=64, STAGES=stages, GROUP=8) for bn, stages in ((256, 3), (128, 5)))
 
-
-def pick_tile(K: int) -> dict:
-    "Measured on an H200: long products want the wide tile (K = 4096: 377 against 429 us), short ones the narrow one, which sends sooner (K = 768: 114 against 119 us)."
-    return WIDE if K >= 2048 else NARROW
-
+def pick_tile(K: int, rows: int, N: int) -> dict:
+    "Measured on an H200: long products want the wide tile (K = 4096: 371 against 411 us), if it makes enough tiles; short ones the narrow one, which sends sooner (K = 768: 114 against 120 us)."
+    return WIDE if K >= 2048 and -(-rows // 128) * -(-N // 256) >= 132 else NARROW
 
 def even_programs(tiles: int, most: int) -> int:
     "As few programs as give the same number of waves: the last wave is full and nobody waits for it (1024 tiles on 132: 8 waves, so 128)."
     return -(-tiles // -(-tiles // most))
-
 
 FEW = 128             # rows of all destinations for an expert that `gemm_few` takes
 
@@ -173,11 +159,10 @@ def _gemm_obstacle(dtype, x_shape, w_shape):
     if torch.cuda.get_device_capability()[0] != 9: return "the product kernel needs a Hopper GPU"
     if E > 1 and (C % 128 or N % 256): return f"with several experts rows an expert must be a multiple of 128 and N of 256, got {C} and {N}"
 
-
 def _gemm_winner(x_shape):
     "What was fastest on two H200 (the benchmark `fused`): the copy engine where products are long and rows many, else the fused kernels."
-    W, _, C, K = x_shape
-    return "coarse" if W * C > FEW and K >= 4096 else "fused"
+    W, E, C, K = x_shape
+    return "coarse" if W * E * C >= 4096 <= K else "fused"
 
 # %% ../../nbs/comm/04b_fused.ipynb #5fc14341
 def _rows(x_WECK):
@@ -192,43 +177,46 @@ def _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
-    t, (_, x_dest, x_expert) = tile or pick_tile(K), _rows(x_WECK)
+    t, (_, x_dest, x_expert) = tile or pick_tile(K, W * E * C, N), _rows(x_WECK)
     def desc(base, rows, cols, *block):
         return TensorDescriptor(base, [rows, cols], [cols, 1], list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16))
     x, w = desc(x_WECK, W * E * C, K, t["BM"], t["BK"]), desc(weight_ENK, E * N, K, t["BN"], t["BK"])
-    outs = [desc(buf.view(d, (W, E * C, N), x_WECK.dtype)[buf.rank], E * C, N, t["BM"] // 2, t["BN"]) for d in range(W)] + [None] * (8 - W)
+    y = buf.view(buf.rank, (W, E, C, N), x_WECK.dtype)
+    outs = [desc(buf.view(d, (W, E, C, N), x_WECK.dtype)[buf.rank], E * C, N, t["BM"] // 2, t["BN"]) for d in range(W)] + [None] * (8 - W)
     mt, nt = -(-C // t["BM"]), -(-N // t["BN"])
     own = E * mt * nt
     if slices and (slices > SLICES or own % slices): raise ValueError(f"slices must be at most {SLICES} and divide the {own} tiles of a destination, got {slices}")
     programs = even_programs(W * own, programs or _multiprocessors(x_WECK.device))
     args = (x, w, *outs, buf.state, buf.count, buf.flag_table, buf.flags, buf.err, -(-W * own // programs), buf.rank, own, own * (W - 1), *order,
             x_dest, x_expert, C, mt, nt, N, K, slices, W, t["STAGES"], t["GROUP"])
-    return x, w, args, programs, buf.view(buf.rank, (W, E, C, N), x_WECK.dtype)
+    return x, w, outs[buf.rank], args, programs, y
 
 # %% ../../nbs/comm/04b_fused.ipynb #bba26fac
-def gemm_send(x_WECK, weight_ENK, buf: PeerBuffer, order=(1, 2), slices=0, programs=None, tile=None) -> Tensor:
+def gemm_send(x_WECK, weight_ENK, buf: PeerBuffer, order=(1, 2), slices=0, programs=None, tile=None, own=None) -> Tensor:
     """The fused kernel: (W,E,C,K) rows by destination and expert -> (W,E,C,N) by source, a view of the receive buffer.
 
     `order` (r, p): r of every p tiles are remote while there are any; `slices`: flags that a peer raises on the way, 0 for one at
-    the end; `programs`: at most so many resident programs, None for one on each multiprocessor; `tile`: None for `pick_tile`.
+    the end; `programs`: at most so many resident programs, None for one on each multiprocessor; `tile`: None for `pick_tile`;
+    `own` (E,C,N): where this rank's rows for itself go instead.
     """
     from moe_lab.comm import fused_kernels as k
     x_WECK, weight_ENK = _rows(x_WECK)[0], _aligned(weight_ENK)
     key = ("gemm", x_WECK.shape, x_WECK.stride(), weight_ENK.shape[1], order, slices, programs, tile and tuple(tile.values()))
     if key not in buf.plans: buf.plans[key] = _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile)
-    x, w, args, programs, y = buf.plans[key]
-    x.base, w.base = x_WECK, weight_ENK
+    x, w, mine, args, programs, y = buf.plans[key]
+    x.base, w.base, mine.base = x_WECK, weight_ENK, y[buf.rank] if own is None else own
     buf.launch(key + ("run",), k.gemm_send, programs, args, num_warps=4)
-    x.base = w.base = None                                             # a plan keeps nobody's rows alive
+    x.base = w.base = mine.base = None                                 # a plan keeps nobody's rows alive
     return y
 
 # %% ../../nbs/comm/04b_fused.ipynb #daabdbe6
-def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=128, stages=4, num_warps=4) -> Tensor:
+def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=None, stages=None, num_warps=4) -> Tensor:
     "The fused kernel for few rows, W*C <= 128: (W,E,C,K) by destination -> (W,E,C,N) by source."
     from moe_lab.comm import fused_kernels as k
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
     if W * C > FEW: raise ValueError(f"rows of all destinations must be at most {FEW} an expert, got {W * C}")
     (x, x_dest, x_expert), w, BM = _rows(x_WECK), _aligned(weight_ENK), max(16, _pow2(W * C))
+    BK, stages = BK or (256 if BM <= 32 else 128), stages or (3 if BM <= 32 else 4)
     y = torch.empty(W, E, C, N, dtype=x.dtype, device=x.device)
     programs = min(E * -(-N // BN), (2 if BM <= 64 else 1) * _multiprocessors(x.device))
     buf.launch(("few", x.shape, x.stride(), N, x.dtype, BN, BK, stages, num_warps), k.gemm_words, programs,
@@ -236,8 +224,8 @@ def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=128, stages=4, num_w
     return y
 
 # %% ../../nbs/comm/04b_fused.ipynb #f4d54fd2
-def gemm_coarse(x_WECK, weight_ENK, buf: PeerBuffer, pieces: int = 4) -> Tensor:
-    "Peers' rows in `pieces` products each, copied by the copy engine on a second stream; own rows meanwhile, in place."
+def gemm_coarse(x_WECK, weight_ENK, buf: PeerBuffer, pieces: int = 4, own=None) -> Tensor:
+    "Peers' rows in `pieces` products each, copied by the copy engine on a second stream; own rows meanwhile, in place or to `own`."
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
     main, side = torch.cuda.current_stream(), buf.side
     # a piece must be a range of rows for one expert, a range of experts for several
@@ -253,7 +241,7 @@ def gemm_coarse(x_WECK, weight_ENK, buf: PeerBuffer, pieces: int = 4) -> Tensor:
             side.wait_stream(main)
             with torch.cuda.stream(side): cut(there, j).copy_(sent[-1])
     mine = buf.view(buf.rank, (W, E, C, N), x_WECK.dtype)
-    torch.bmm(x_WECK[buf.rank], wT, out=mine[buf.rank])
+    torch.bmm(x_WECK[buf.rank], wT, out=mine[buf.rank] if own is None else own)
     main.wait_stream(side)                                                      # only now may `sent` be freed
     buf.handle.barrier(channel=0)
     return mine
@@ -263,10 +251,17 @@ def _gemm_run(x, w, group, overlap):
     (W, E, C, _), N, how = x.shape, w.shape[1], _choose("gemm", overlap, x, w, group)
     if how == "none": return _gemm_plain(x, w, group)
     if how == "fused" and W * C <= FEW: return gemm_few(x, w, peer_buffer(group, half=W * E * C * N // 2))
-    buf = peer_buffer(group, W * E * C * N * x.element_size())
-    return (gemm_send(x, w, buf) if how == "fused" else gemm_coarse(x, w, buf, pieces=1)).clone()      # the buffer will be used again
+    buf, y = peer_buffer(group, W * E * C * N * x.element_size()), torch.empty(W, E, C, N, dtype=x.dtype, device=x.device)
+    r = buf.rank
+    got = gemm_send(x, w, buf, own=y[r]) if how == "fused" else gemm_coarse(x, w, buf, pieces=1, own=y[r])
+    for part in (slice(0, r), slice(r + 1, W)):                        # the buffer will be used again
+        if part.start < part.stop: y[part].copy_(got[part])
+    return y
 
-# %% ../../nbs/comm/04b_fused.ipynb #c4cd39ed
+def _call(function, run, x, w, *rest):
+    "`run`, through autograd only where a gradient may be asked for."
+    return (function.apply if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad) else run)(x, w, *rest)
+
 class _GemmAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, group, overlap):
@@ -289,7 +284,7 @@ def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert
     "y = x w^T, each block sent to the rank that its first index names (SC'24, section 3.3: GEMM + All-to-All). Differentiable."
     if x_WECK.ndim != 4 or x_WECK.shape[0] != _world(group): raise ValueError(f"x must be (W={_world(group)}, E, C, K), got {tuple(x_WECK.shape)}")
     if weight_ENK.shape[::2] != x_WECK.shape[1::2]: raise ValueError(f"weight must be (E={x_WECK.shape[1]}, N, K={x_WECK.shape[3]}), got {tuple(weight_ENK.shape)}")
-    return _GemmAllToAll.apply(x_WECK, weight_ENK, group, overlap)
+    return _call(_GemmAllToAll, _gemm_run, x_WECK, weight_ENK, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #08794de8
 def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0, programs=None, samples=16, num_warps=4) -> Tensor:
@@ -301,22 +296,22 @@ def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0
     if slices and (slices > SLICES or own % slices): raise ValueError(f"slices must be at most {SLICES} and divide the {own} tiles of a destination, got {slices}")
     buf.launch(("embedding", table_tVD.shape, index_tBL.shape, table_tVD.dtype, order, slices, programs, samples, num_warps), k.embedding_send, min(programs, own * W),
                (_aligned(table_tVD), _aligned(index_tBL), buf.memories, buf.state, buf.count, buf.flag_table, buf.flags, buf.err, buf.rank, own, own * (W - 1), *order,
-                t, V, B, local, L, W * t * D, slices, D, _pow2(D), samples, W), num_warps=num_warps)
+                t, V, B, local, L, W * t * D, slices, D, _pow2(D), samples, W), num_warps=num_warps, maxnreg=64)      # 8 programs of 4 warps fit
     return buf.view(buf.rank, (local, W * t, D), table_tVD.dtype)
-
 
 def _embedding_obstacle(dtype, table_shape, index_shape):
     if table_shape[2] % 8: return f"D must be a multiple of 8, got {table_shape[2]}"
 
-# %% ../../nbs/comm/04b_fused.ipynb #bd3f5125
+def _embedding_run(table, index, group, overlap):
+    if _choose("embedding", overlap, table, index, group) == "none": return _embedding_plain(table, index, group)
+    return embedding_send(table, index, peer_buffer(group, index.shape[1] * table.shape[0] * table.shape[2] * table.element_size())).clone()
+
 class _EmbeddingAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table, index, group, overlap):
         ctx.save_for_backward(index)
         ctx.shape, ctx.group = table.shape, group
-        if _choose("embedding", overlap, table, index, group) == "none": return _embedding_plain(table, index, group)
-        buf = peer_buffer(group, index.shape[1] * table.shape[0] * table.shape[2] * table.element_size())
-        return embedding_send(table, index, buf).clone()
+        return _embedding_run(table, index, group, overlap)
 
     @staticmethod
     def backward(ctx, dy):
@@ -339,7 +334,7 @@ def embedding_all_to_all(table_tVD: Tensor, # this rank's t tables
     if index_tBL.ndim != 3 or index_tBL.shape[0] != t: raise ValueError(f"index must be (t={t}, B, L), got {tuple(index_tBL.shape)}")
     if index_tBL.shape[1] % W: raise ValueError(f"the number of samples ({index_tBL.shape[1]}) must be a multiple of the number of ranks ({W})")
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
-    return _EmbeddingAllToAll.apply(table_tVD, index_tBL, group, overlap)
+    return _call(_EmbeddingAllToAll, _embedding_run, table_tVD, index_tBL, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #4a21841c
 def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=None, BK=None, stages=4, num_warps=4) -> Tensor:
@@ -357,24 +352,23 @@ def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=No
                (x, w, y, buf.word_table, buf.state, buf.err, buf.rank, M, N, K, *extra, buf.half, 1 if M == 1 else 16, BN, BK, stages, W), num_warps=num_warps)
     return y
 
-
 def _gemv_words(M, N, W): return M * (W + 1) * (N + 64 * W)           # enough for either form
-
 
 def _gemv_obstacle(dtype, x_shape, w_shape):
     if x_shape[0] > 16: return f"the fused kernel is for at most 16 rows, got {x_shape[0]}"
     if x_shape[1] % 8: return f"K must be a multiple of 8, got {x_shape[1]}"
 
-# %% ../../nbs/comm/04b_fused.ipynb #de585d03
 _rules = dict(gemm=(_gemm_obstacle, _gemm_winner), embedding=(_embedding_obstacle, lambda shape: "fused"), gemv=(_gemv_obstacle, lambda shape: "fused"))
 
-# %% ../../nbs/comm/04b_fused.ipynb #a57796b9
+def _gemv_run(x, w, group, overlap):
+    if _choose("gemv", overlap, x, w, group) == "none": return _gemv_plain(x, w, group)
+    return gemv_reduce(x, w, peer_buffer(group, half=_gemv_words(x.shape[0], w.shape[0], _world(group))))
+
 class _GemvAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, group, overlap):
         ctx.save_for_backward(x, w)
-        if _choose("gemv", overlap, x, w, group) == "none": return _gemv_plain(x, w, group)
-        return gemv_reduce(x, w, peer_buffer(group, half=_gemv_words(x.shape[0], w.shape[0], _world(group))))
+        return _gemv_run(x, w, group, overlap)
 
     @staticmethod
     def backward(ctx, dy):                       # dy is the same on every rank, as y is
@@ -391,4 +385,4 @@ def gemv_all_reduce(x_MK: Tensor, # this rank's slice of the inputs, M <= 16 tok
     if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]:
         raise ValueError(f"x (M, K) and weight (N, K) must share K, got {tuple(x_MK.shape)} and {tuple(weight_NK.shape)}")
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
-    return _GemvAllReduce.apply(x_MK, weight_NK, group, overlap)
+    return _call(_GemvAllReduce, _gemv_run, x_MK, weight_NK, group, overlap)

@@ -95,9 +95,10 @@ class ExpertParallel:
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, Dispatch | None]:
         if self.capacity_factor is None: return self._dropless(x_TD, r, experts), None
         C = capacity_for(r, self.capacity_factor, self.rule, self.multiple, self.grid.flat)
-        return with_capacity(x_TD, r, C, lambda z: self._there_and_back(z, experts), self.policy, self.lost)
+        return with_capacity(x_TD, r, C, lambda z: self.there_and_back(z, experts), self.policy, self.lost)
 
-    def _there_and_back(self, z_ECD, experts):
+    def there_and_back(self, z_ECD: Tensor, experts: Experts) -> Tensor: # (E,C,D)
+        "Rows for all E experts to their ranks, through them and back: the layer between encode and decode."
         E, W, z = len(z_ECD), self.grid.size, flexible(z_ECD, self.grid, self.algo)                     # (E_g, W*C, D)
         if self.overlap == "none" or E % W or experts.down_bias is not None: return flexible_back(experts(z), E, self.grid, self.algo)
         h = experts.hidden(z)
