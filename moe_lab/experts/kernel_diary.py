@@ -26,6 +26,23 @@ ENTRIES = [
     ("2 ranks by tensor cores", "routing metadata", "99 us -> 35 us", "144 us", "84 us at 64 experts", "wrong: one-hot matrices cost registers, so one program a multiprocessor and two rounds; back to the histogram"),
     ("2 whole layer, default choice", "layer", "forward at the dense limit", "589 forward (dense 569), 540 to 571 with backward (dense 637)", "393 with backward (dense 594)", "forward passes the dense products; backward lacks dH, which waits for its epilogue"),
     ("1 histogram in blocks", "routing metadata", "two launches: 52 us -> 35 us", "99 us", "48 us at 64 experts", "wrong: histograms of (blocks, experts) bins grow with E; the probe's three kernels on chunks of 64 ids took 52"),
+    ("3 one more measurement", "dense limit", "a fair rival: dense products on the experts' own rows", "544 with backward, not 637", "504, not 594",
+     "the rival had never computed dX: its input needed no gradient. Ask of a baseline what is asked of the kernel"),
+    ("3 ring of slots by TMA", "dH", "no thread waits for memory or holds an address: 426 -> 600", "457", "335 (plain pair 361)",
+     "wrong: fences and barriers for every 16 rows cost more than the loads did; blocks of 8 and 32 rows 357 and 431"),
+    ("3 version 1 again", "dH", "its finisher held 168 registers and spilled none; the later one spilled 32", "524", "378",
+     "right: the spills had been the whole loss. In use. 1,104 instructions for 32 values a thread are now the limit"),
+    ("3 tiles leave by TMA", "down", "one thread stores a whole tile, clipped at the expert's end: 650 -> 670, and no loss in narrow experts", "676 (plain 654)", "484 (plain 428, before 271)", "right; in use at every width"),
+    ("3 tiles leave by TMA", "dX rows", "as down", "703 (plain 698)", "625 (plain 623)", "level with plain, level with dense (736, 648) but for 4 %"),
+    ("3 tiles leave by TMA", "dW up", "finishing warps freed: 632 -> 650", "658 (before 654, plain 594)", "438 (plain 509)", "no change: the gather is the limit there"),
+    ("3 warps of their own, again", "up, pre-activation kept", "as measured before, in turns with the rivals", "640 (plain 607)", "588 (plain 547)", "in use; at F = 3072 with one expert a token 483 against 412"),
+    ("3 four stages, ragged store", "up, inference", "one stage more hides the gather: 639 -> 660", "655", "608 (before 600)", "right, by 2 %; Gluon gives 649 and 609"),
+    ("3 sixteen warps", "up, dH", "four loading and four finishing warps", "does not compile", "does not compile",
+     "the compiler allots 128 registers to every thread of such a block, whatever setmaxnreg says later; accumulators alone take 128"),
+    ("3 compare pairs of 128 ids", "routing metadata", "no table over experts and blocks: 99 us -> 30 us", "50 us in a graph", "45 us at 64 experts, 74 at 512, 111 at 1024",
+     "half of the way: comparing is 77 instructions an id, a sort in registers would be 16. That version is in .ci/gpu, right in the interpreter, not yet timed"),
+    ("3 whole layer, eight shapes", "layer", "past dense with backward", "616 forward, 582 with backward (dense 578, 569)", "429, 432 (dense 485, 509)",
+     "see the benchmark's page; a fixed order of turns had favoured whoever follows the coolest rival"),
 ]
 
 # %% ../../nbs/experts/03z_kernel_diary.ipynb #4aab6147
