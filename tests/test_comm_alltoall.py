@@ -10,6 +10,7 @@ from moe_lab.cluster.launch import rank_device
 from moe_lab.comm.alltoall import Wire, all_to_all, all_to_all_v, cost, flexible, flexible_back, share, stride_order, two_dh
 
 GRIDS = {2: [dict(node=2, gpu=1), dict(node=1, gpu=2)], 3: [dict(node=1, gpu=3)], 4: [dict(node=2, gpu=2), dict(dc=2, node=2, gpu=1)],
+         5: [dict(node=5, gpu=1)], 6: [dict(node=2, gpu=3), dict(node=3, gpu=2)], 7: [dict(node=1, gpu=7)],
          8: [dict(node=2, gpu=4), dict(node=4, gpu=2), dict(dc=2, node=2, gpu=2)]}
 
 
@@ -70,9 +71,10 @@ def test_uneven(ranks, W): assert ranks.run(uneven, W, range(6), n=W) == [True] 
 
 
 @pytest.mark.slow
-def test_eight_ranks(ranks8):
-    ranks8.run(even, 8)
-    ranks8.run(uneven, 8, range(12))
+@pytest.mark.parametrize("W", [5, 6, 7, 8])
+def test_up_to_eight_ranks(ranks8, W):
+    ranks8.run(even, W, n=W)
+    ranks8.run(uneven, W, range(6), n=W)
 
 
 def test_second_derivative(ranks):

@@ -7,9 +7,11 @@ import torch.distributed as dist
 
 from moe_lab.bench.alltoall import run_layer, run_switch
 from moe_lab.cluster.groups import grid
-from moe_lab.cluster.launch import RankError
+from moe_lab.cluster.launch import RankError, rank_device
 from moe_lab.comm.checkpoint import load, save, steps
 from moe_lab.comm.parallel import ExpertParallel
+from moe_lab.comm.pipeline import Pipelined
+from moe_lab.experts.layer import MoE
 from test_comm_alltoall import even, uneven
 from test_comm_parallel import Model, load_values, save_filled, step_with_a_death, sweep, switched, trained
 from test_comm_pipeline import _layer
@@ -56,3 +58,26 @@ def test_killed_rank(gpus, tmp_path, where):
     assert time.monotonic() - t < 40 and e.value.rank == 1 and e.value.step == where
     assert steps(tmp_path) == [1] and load(tmp_path, Model()) == {}
     assert gpus.run(dist.get_rank) == [0, 1]                # the pool is whole again
+
+
+def _replayed(E, r, degree, dtype):
+    "Three steps of a layer recorded as graphs, and of the same layer launched one by one: the same bits?"
+    layers, outs = [], []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        layers.append(MoE(64, 96, E, 1, exchange=Pipelined(grid(), r, 1., degree=degree, graph=graph)).to(rank_device(), dtype))
+    opts = [torch.optim.SGD(m.parameters(), lr=.1) for m in layers]
+    for step in range(3):
+        torch.manual_seed(step * 2 + dist.get_rank())
+        x = torch.randn(128, 64).to(rank_device(), dtype)
+        for m, opt in zip(layers, opts):
+            opt.zero_grad()
+            z = x.clone().requires_grad_()
+            y, _ = m(z)
+            y.square().sum().backward(); opt.step()
+            with torch.no_grad(): outs.append([m(x)[0].clone(), y.detach().clone(), z.grad, *(p.grad.clone() for p in m.parameters())])
+    return all(torch.equal(*o) for a, b in zip(outs[::2], outs[1::2]) for o in zip(a, b))
+
+
+@pytest.mark.parametrize("E, r, degree, dtype", [(4, 1, 1, torch.bfloat16), (4, 1, 4, torch.bfloat16), (1, 2, 2, torch.float64), (1, 1, 2, torch.float64), (1, 0, 1, torch.float64)])
+def test_replayed_layers_learn_the_same(gpus, E, r, degree, dtype): assert gpus.run(_replayed, E, r, degree, dtype) == [True, True]

@@ -192,11 +192,11 @@ def _dump(data):
 def _short(v): return f"{v.median * 1e3:.4g} ms" if isinstance(v, Timing) else f"{v:.4g}" if isinstance(v, float) else str(v)
 
 # %% ../../nbs/bench/00_harness.ipynb #7f81007e
-def timed(f: Callable, rounds: int, calls: int = 1) -> float: # [s] a call, the same on all ranks
+def timed(f: Callable, rounds: int, calls: int = 1, warmup: int = 3) -> float: # [s] a call, the same on all ranks
     "Median over rounds of `calls` calls in a row, the slowest rank's. All ranks call this."
     device, times = rank_device(), []
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(rounds + min(3, rounds)):
+    for _ in range(rounds + min(warmup, rounds)):
         dist.barrier(); wait()
         start = time.perf_counter()
         for _ in range(calls): f()

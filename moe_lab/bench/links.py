@@ -6,6 +6,7 @@
 __all__ = ['run_collectives', 'run_overlap', 'run_pipeline', 'main']
 
 # %% ../../nbs/bench/07_links.ipynb #ddb6d33a
+import itertools
 from functools import partial
 from statistics import median
 
@@ -69,18 +70,18 @@ def _overlap(n, size, rounds):
 
 # %% ../../nbs/bench/07_links.ipynb #007a2d2e
 def run_pipeline(shapes, degrees, rounds):
-    "For each (T, D, F, E, k) and degree: seconds forward, and forward with backward; T tokens a rank, capacity factor 1."
+    "For each (T, D, F, E, k) and degree, launched one by one and replayed as a graph: seconds forward, and forward with backward; T tokens a rank, capacity factor 1."
     device, g = rank_device(), grid()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for T, D, F, E, k in shapes:
         with torch.device(device): mine = Pipelined(g).experts(D, F, E, "gelu").to(dtype)
         x = torch.randn(E, k * T // E, D, device=device, dtype=dtype).requires_grad_()
-        for d in degrees:
-            ex = Pipelined(g, degree=d)
+        for d, graph in itertools.product(degrees, (False, True)[:1 + x.is_cuda]):
+            ex = Pipelined(g, degree=d, graph=graph)
             def forward():
-                with torch.no_grad(): ex.through(x, mine, ex.weights(mine, E))
-            def both(): ex.through(x, mine, ex.weights(mine, E)).backward(x.detach())
-            yield (dict(what="pipeline", T=T, D=D, F=F, E=E, k=k, degree=d, ranks=g.size),
+                with torch.no_grad(): ex.rows(x, mine)
+            def both(): mine.zero_grad(); x.grad = None; ex.rows(x, mine).backward(x.detach())
+            yield (dict(what="pipeline", T=T, D=D, F=F, E=E, k=k, degree=d, graph=graph, ranks=g.size),
                    dict(forward=timed(forward, rounds, 3), both=timed(both, rounds, 3)))
 
 # %% ../../nbs/bench/07_links.ipynb #3a97b042

@@ -133,7 +133,8 @@ def errors(data: dict) -> dict[str, list[float]]: # part -> predicted / measured
     "How wrong the planners were."
     out = {}
     for r in data["rows"]:
-        for k, p in r.get("predicted", {}).items(): out.setdefault(r["case"]["part"], []).append(p / r[k] - 1)
+        part = r["case"].get("part", "") + ", replayed" * r["case"].get("graph", False)
+        for k, p in r.get("predicted", {}).items(): out.setdefault(part, []).append(p / r[k] - 1)
     return out
 
 def regrets(data: dict) -> list[dict]: # one for each question: part, case, chosen, best, regret

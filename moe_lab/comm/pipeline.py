@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from .alltoall import flexible, flexible_back
+from .replay import replayed
 from .switch import Slices, Switchable
 from ..core.files import read_json
 from ..core.types import Dispatch, Routing
@@ -29,7 +30,7 @@ class Lane:
     "Runs functions of tensors in order, beside what the caller does next. `run` returns a function that waits for the result."
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
-        if self.cuda: self.stream = torch.cuda.Stream(device)
+        if self.cuda: self.stream = torch.cuda.Stream(device, priority=-1)      # a part that has arrived lets the next one start
         else: self.thread = ThreadPoolExecutor(1, "lane")
 
     def __reduce__(self): return Lane, (self.device,)       # a copy in another process has a thread of its own
@@ -106,9 +107,14 @@ def pipelined(x_ECD: Tensor, # rows for all experts, padded to one capacity
 # %% ../../nbs/comm/03_pipeline.ipynb #6d88618d
 @dataclass(frozen=True)
 class Pipelined(Switchable):
-    "Switchable parallelism in `degree` parts (Tutel, section 3.2). `capacity_factor` must be a number; 0, the default, drops nothing."
+    """Switchable parallelism in `degree` parts (Tutel, section 3.2). `capacity_factor` must be a number; 0, the default, drops nothing.
+
+    `graph`: on GPUs, record all that happens to the rows as CUDA graphs, once for each capacity and `Replay` them; for capacities
+    that repeat. The last four recordings of a layer are kept.
+    """
     capacity_factor: float = 0.
     degree: int = 1
+    graph: bool = False
 
     def __post_init__(self):
         if self.capacity_factor is None: raise ValueError("capacity_factor must be a number (0: as needed, nothing dropped), got None: parts are cut along the capacity")
@@ -118,6 +124,11 @@ class Pipelined(Switchable):
         "The same values as Switchable's, part by part."
         there, back = lambda z: flexible(z, self.grid, self.algo), lambda y: flexible_back(y, len(z), self.grid, self.algo)
         return pipelined(z, lambda z: functional_call(experts, weights, (z,)), there, back, weights.values(), self.degree)
+
+    def rows(self, z_ECD: Tensor, experts: Slices) -> Tensor:
+        "As Switchable's, replayed where that was asked for."
+        if not (self.graph and z_ECD.is_cuda and z_ECD.numel()): return super().rows(z_ECD, experts)
+        return replayed(experts, self, lambda z: super(Pipelined, self).rows(z, experts), z_ECD, tuple(experts.parameters()))
 
 # %% ../../nbs/comm/03_pipeline.ipynb #ec012aef
 @dataclass(frozen=True, order=True)

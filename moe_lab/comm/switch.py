@@ -114,7 +114,8 @@ def _some(experts, s, r):
     "Weights of this rank's copy: the slices of s/r neighbours."
     out = {}
     for name, p in experts.named_parameters():
-        out[name] = join(name, gather(p, _neighbours(s if name == "down_bias" else s // r)), experts.halves)
+        n = s if name == "down_bias" else s // r
+        out[name] = p if n == 1 else join(name, gather(p, _neighbours(n)), experts.halves)
     if "down_bias" in out: out["down_bias"] = out["down_bias"] / r
     return out
 
@@ -133,8 +134,8 @@ def _all(experts, E, s, grid):
 def _padded(z_ECD, through, r, q):
     "r copies of every row, each shared by q ranks; the answers of the copies are summed."
     E, C, D = z_ECD.shape
-    z = through(z_ECD[:, None].expand(E, r, C, D).reshape(E * r * q, C // q, D))
-    return z.view(E, r, C, D).sum(1)
+    z = through(z_ECD[:, None].expand(E, r, C, D).reshape(E * r * q, C // q, D)).view(E, r, C, D)
+    return z[:, 0] if r == 1 else z.sum(1)
 
 
 def _packed(rows, counts, f, ex, q):
@@ -201,10 +202,13 @@ class Switchable:
 
     def at(self, x_TD: Tensor, routing: Routing, experts: Slices, C: int) -> tuple[Tensor, Dispatch]:
         "The layer with C rows for each expert; C is the same on all ranks."
-        r, s = self.r, self.slices(routing.num_experts)
-        weights = self.weights(experts, routing.num_experts)
-        def f(z): return _padded(z, lambda z: self.through(z, experts, weights), r, s // r) if r else functional_call(experts, weights, (z,))
-        return with_capacity(x_TD, routing, C, f, self.policy, self.lost)
+        return with_capacity(x_TD, routing, C, lambda z: self.rows(z, experts), self.policy, self.lost)
+
+    def rows(self, z_ECD: Tensor, experts: Slices) -> Tensor:
+        "Padded rows of all experts through them, wherever they are."
+        weights = self.weights(experts, len(z_ECD))
+        if self.r == 0: return functional_call(experts, weights, (z_ECD,))
+        return _padded(z_ECD, lambda z: self.through(z, experts, weights), self.r, self.slices(len(z_ECD)) // self.r)
 
     def through(self, z: Tensor, experts: Slices, weights: dict[str, Tensor]) -> Tensor:
         "Padded rows to their experts' ranks and back."

@@ -24,6 +24,22 @@ from ..routing.balance import balance_loss, z_loss
 from ..routing.capacity import capacity_for, drop_priority, drop_share, fill_lost
 from ..routing.gate import LinearRouter, TopKGate
 
+# %% ../../nbs/experts/04_layer.ipynb #3df5d8da
+class _Product(torch.autograd.Function):
+    "x (E,C,K) @ w (E,N,K)^T, whose weight gradient comes in the layout of w: added to .grad as it is, where autograd's own would be transposed on the way."
+    @staticmethod
+    def forward(ctx, x, w):
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64: x, w = (t.to(torch.get_autocast_dtype(kind)) for t in (x, w))
+        ctx.save_for_backward(x, w)
+        return torch.bmm(x, w.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dx, dw = ctx.needs_input_grad
+        return torch.bmm(dy, w) if dx else None, torch.bmm(dy.transpose(1, 2), x) if dw else None
+
 # %% ../../nbs/experts/04_layer.ipynb #44b75cd3
 class _Activate(torch.autograd.Function):
     "An activation that saves only its input."
@@ -84,10 +100,16 @@ class Experts(nn.Module):
     def hidden(self, x_ECD: Tensor) -> Tensor: # (E,C,F)
         "The first half of an expert on padded rows: all but the product with `down`, for whoever makes and sends that in one go."
         if x_ECD.ndim != 3: raise ValueError(f"x must be (E, C, D) without `where`, got {tuple(x_ECD.shape)}")
-        bias = 0 if self.up_bias is None else self.up_bias[:, None]
-        return _Activate.apply(torch.bmm(x_ECD, self.up.transpose(1, 2)) + bias, self.activation)
+        pre = _Product.apply(x_ECD, self.up)
+        return _Activate.apply(pre if self.up_bias is None else pre + self.up_bias[:, None], self.activation)
 
-    def _padded(self, x_ECD): return torch.bmm(self.hidden(x_ECD), self.down.transpose(1, 2)) + (0 if self.down_bias is None else self.down_bias[:, None])
+    def _padded(self, x_ECD):
+        gated = get_activation(self.activation).halves == 2
+        if gated and x_ECD.numel() and triton_body(x_ECD, self.up, self.down, dtypes=(torch.float16, torch.bfloat16)):   # activation inside the kernel
+            E, C, _ = x_ECD.shape
+            return self.forward(x_ECD.flatten(0, 1), torch.arange(0, E * C + 1, C, device=x_ECD.device)).view(x_ECD.shape)
+        y_ECD = _Product.apply(self.hidden(x_ECD), self.down)
+        return y_ECD if self.down_bias is None else y_ECD + self.down_bias[:, None]
 
 # %% ../../nbs/experts/04_layer.ipynb #097a83c3
 def with_capacity(x_TD: Tensor, r: Routing, C: int, # rows of each expert
