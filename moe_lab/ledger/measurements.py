@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RESULTS', 'Missing', 'stored', 'gemm_cut', 'embedding_cut', 'gemv_cut', 'resident_programs', 'blocksparse_share',
-           'dispatch_saving', 'arm_means', 'arm_gap']
+           'dispatch_saving', 'arm_means', 'arm_gap', 'copies_gap', 'fusing_cut']
 
 # %% ../../nbs/ledger/03_measurements.ipynb #7c333c53
 from pathlib import Path
@@ -12,6 +12,7 @@ from statistics import mean, stdev
 
 import moe_lab
 from ..bench.harness import load
+from ..hybrid_ep.curves import summary
 
 # %% ../../nbs/ledger/03_measurements.ipynb #89517d44
 class Missing(Exception):
@@ -84,3 +85,17 @@ def arm_gap(experiment: str, arm: str, reference: str, folder=None) -> float:
     a, b = ([r["valid"] for r in rows if r["experiment"] == experiment and r["arm"] == x] for x in (arm, reference))
     above = arm_means(experiment, arm, folder=folder)[0] - arm_means(experiment, reference, folder=folder)[0]
     return above / max(stdev(a), stdev(b))
+
+# %% ../../nbs/ledger/03_measurements.ipynb #4f163dca
+def copies_gap(*arms: str, folder=None) -> list[float]:
+    "Training loss of arms of `hybrid_ep.curves` (last 50 steps) above that of exact experts, over the larger standard deviation of the two: below 1 is within the spread of runs."
+    s = summary(stored("hybrid_curves.cuda", folder))
+    if missing := [a for a in ("exact", *arms) if a not in s]: raise Missing(f"hybrid_curves.cuda.json has no runs of {missing}")
+    (m0, sd0), found = s["exact"]["train"], [s[a]["train"] for a in arms]
+    return [(m - m0) / max(sd, sd0) for m, sd in found]
+
+def fusing_cut(what: str, folder=None) -> float: # 'encode' or 'decode' -> [%]
+    "The largest cut of SREncode's or SRDecode's overhead by fusing, over sizes, ratios and dtypes."
+    cuts = [r["cut"] for r in stored("compress.cuda", folder) if r["case"]["what"] == what]
+    if not cuts: raise Missing(f"compress.cuda.json has no row of {what!r}")
+    return 100 * max(cuts)
