@@ -62,6 +62,7 @@ class Experts(nn.Module):
 
     Parameters: `up` (E,2F,D), gate half first, for a gated activation, else (E,F,D); `down` (E,D,F); with `bias` also
     `up_bias` (E,2F|F) and `down_bias` (E,D), which start at 0. Weights start uniform in ±1/sqrt(fan-in), as nn.Linear's.
+    Where up and down have a float32 `main_grad`, their gradients are added there (dropless or packed rows), `.grad` stays None.
     `ids` are the experts that live here (default: all); expert e starts the same wherever it lives.
     """
     def __init__(self, d_model: int, d_hidden: int, num_experts: int, activation: str = "swiglu", bias: bool = False,
@@ -95,7 +96,9 @@ class Experts(nn.Module):
         "Every expert on its rows: padded to one length, packed one after the other, or gathered, weighted and summed for tokens."
         if where is None: return self._padded(x)
         f = grouped_moe if isinstance(where, Routing) else expert_mlp
-        return f(x, where, self.up, self.down, self.activation, self.up_bias, self.down_bias)
+        main = [m for p in (self.up, self.down) if (m := getattr(p, "main_grad", None)) is not None]
+        if len(main) == 1: raise ValueError("main_grad must be set on both up and down, or on neither")
+        return f(x, where, self.up, self.down, self.activation, self.up_bias, self.down_bias, main_grads=tuple(main) or None)
 
     def hidden(self, x_ECD: Tensor) -> Tensor: # (E,C,F)
         "The first half of an expert on padded rows: all but the product with `down`, for whoever makes and sends that in one go."
