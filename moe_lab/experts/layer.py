@@ -96,9 +96,9 @@ class Experts(nn.Module):
         "Every expert on its rows: padded to one length, packed one after the other, or gathered, weighted and summed for tokens."
         if where is None: return self._padded(x)
         f = grouped_moe if isinstance(where, Routing) else expert_mlp
-        main = [m for p in (self.up, self.down) if (m := getattr(p, "main_grad", None)) is not None]
-        if len(main) == 1: raise ValueError("main_grad must be set on both up and down, or on neither")
-        return f(x, where, self.up, self.down, self.activation, self.up_bias, self.down_bias, main_grads=tuple(main) or None)
+        main = getattr(self.up, "main_grad", None), getattr(self.down, "main_grad", None)
+        if (main[0] is None) != (main[1] is None): raise ValueError("main_grad must be set on both up and down, or on neither")
+        return f(x, where, self.up, self.down, self.activation, self.up_bias, self.down_bias, main_grads=None if main[0] is None else main)
 
     def hidden(self, x_ECD: Tensor) -> Tensor: # (E,C,F)
         "The first half of an expert on padded rows: all but the product with `down`, for whoever makes and sends that in one go."
