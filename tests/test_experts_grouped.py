@@ -180,3 +180,49 @@ def test_bad_arguments_are_named(change, error, says):
 def test_ids_out_of_range_raise_on_a_cpu():
     x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
     with pytest.raises(ValueError, match="expert must lie in"): grouped_moe(x, (ids + 3, w), up, down)
+
+
+def test_compiled_backward_adds_to_main_buffers():
+    x, ids, w, up, down, *_ = layer(12, 16, 24, 4, 2)
+    main = tuple(torch.zeros(t.shape, device=DEV) for t in (up, down))
+    f = lambda x, up, down: grouped_moe(x, (ids, w), up, down, main_grads=main)
+    a = [t.detach().clone().requires_grad_() for t in (x, up, down)]
+    want = torch.autograd.grad(grouped_moe(a[0], (ids, w), *a[1:]).square().sum(), a)
+    torch.compile(f, fullgraph=True, backend="aot_eager")(*a).square().sum().backward()
+    assert torch.equal(a[0].grad, want[0]) and a[1].grad is None
+    for m, g in zip(main, want[1:]): assert close(m, g, 2e-5)
+
+
+@pytest.mark.gpu
+def test_gpu_cuda_graph_of_a_training_step():
+    x, ids, w, up, down, *_ = layer(600, 128, 192, 4, 2, dtype=torch.bfloat16)
+    a = [t.detach().clone().requires_grad_() for t in (x, w, up, down)]
+    def step():
+        y = grouped_moe(a[0], (ids, a[1]), *a[2:])
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), a)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side): step()                      # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = step()
+    with torch.no_grad(): a[0].neg_(); ids.copy_(ids.flip(0))         # other numbers, other experts, same graph
+    graph.replay()
+    for got, want in zip(out, step()): assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_2_31_elements():                                           # K01
+    T, D, F, E, k = 140_000, 256, 1024, 16, 8                 # pre-activations: 2.3e9
+    g = torch.Generator("cuda").manual_seed(0)
+    r = lambda *s, c=1.: torch.randn(s, device="cuda", generator=g, dtype=torch.bfloat16).mul_(c).requires_grad_()
+    x, up, down = r(T, D), r(E, 2 * F, D, c=D**-.5), r(E, D, F, c=F**-.5)
+    ids, w = torch.rand(T, E, device="cuda", generator=g).topk(k, -1)[1], torch.rand(T, k, device="cuda", generator=g)
+    y = grouped_moe(x, (ids, w), up, down)
+    dx, dup = torch.autograd.grad(y.sum(), [x, up])
+    for some in (slice(0, 64), slice(T - 64, T)):             # first and last tokens, alone
+        part = x[some].detach().requires_grad_()
+        z = grouped_moe(part, (ids[some], w[some]), up, down)
+        assert close(y[some], z, 1e-2) and close(dx[some], torch.autograd.grad(z.sum(), part)[0], 1e-2)
+    halves = [torch.autograd.grad(grouped_moe(x[s], (ids[s], w[s]), up, down).sum(), up)[0].float() for s in (slice(0, T // 2), slice(T // 2, T))]
+    assert close(dup, sum(halves), 1e-2)

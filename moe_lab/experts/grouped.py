@@ -161,9 +161,11 @@ def _experts_backward(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, 
 @torch.library.custom_op("moe_lab::experts_backward_into", mutates_args=("up_main", "down_main"))
 def _experts_backward_into(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None,
                            down_bias: Tensor | None, pre: Tensor, offsets: Tensor, order: Tensor | None, row: Tensor | None,
-                           tiles: Tensor, tile: int, activation: str, needs: list[bool], up_main: Tensor, down_main: Tensor) -> list[Tensor]:
-    "As `experts_backward`, but the gradients of up and down are added to the main buffers instead of returned."
-    return _gradients(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, up_main, down_main)
+                           tiles: Tensor, tile: int, activation: str, needs: list[bool], up_main: Tensor, down_main: Tensor,
+                           ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Gradients of x, weight, up_bias, down_bias (empty where there is none); those of up and down are added to the main buffers."
+    grads = iter(_gradients(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, up_main, down_main))
+    return tuple(next(grads) if e else x.new_empty(0) for e in (needs[0], weight is not None, up_bias is not None, down_bias is not None))
 
 def _gradients(*args):
     *tensors, tiles, tile, activation, needs, up_main, down_main = args
@@ -173,13 +175,16 @@ def _gradients(*args):
     else: grads = _backward_torch(*tensors, activation, needs, up_main, down_main)
     return [g for g in grads if g is not None]
 
-def _shapes(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, *main):
-    exist = needs[0], weight is not None, needs[1] and not main, needs[2] and not main, up_bias is not None, down_bias is not None
-    return [torch.empty_like(t, memory_format=torch.contiguous_format)
-            for t, e in zip((x, weight, up, down, up_bias, down_bias), exist) if e]
+def _like(t): return torch.empty_like(t, memory_format=torch.contiguous_format)
 
-_experts_backward.register_fake(_shapes)
-_experts_backward_into.register_fake(_shapes)
+@_experts_backward.register_fake
+def _(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs):
+    exist = needs[0], weight is not None, needs[1], needs[2], up_bias is not None, down_bias is not None
+    return [_like(t) for t, e in zip((x, weight, up, down, up_bias, down_bias), exist) if e]
+
+@_experts_backward_into.register_fake
+def _(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, up_main, down_main):
+    return tuple(x.new_empty(0) if t is None else _like(t) for t in (x if needs[0] else None, weight, up_bias, down_bias))
 
 # %% ../../nbs/experts/03_grouped.ipynb #f23bc255
 def _setup_context(ctx, inputs, output):
@@ -191,10 +196,15 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy, _):
     x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, pre = ctx.saved_tensors
     needs = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
-    f = torch.ops.moe_lab.experts_backward_into if ctx.main else torch.ops.moe_lab.experts_backward
-    grads = iter(f(dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, ctx.tile, ctx.activation, needs, *ctx.main))
-    exist = needs[0], weight is not None, *(n and not ctx.main for n in needs[1:]), up_bias is not None, down_bias is not None
-    return *(next(grads) if e else None for e in exist), *[None] * 9
+    args = dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, ctx.tile, ctx.activation, needs
+    exist = needs[0], weight is not None, *needs[1:], up_bias is not None, down_bias is not None
+    if ctx.main:
+        d_x, d_weight, d_up_bias, d_down_bias = torch.ops.moe_lab.experts_backward_into(*args, *ctx.main)
+        grads = [g if e else None for g, e in zip((d_x, d_weight, None, None, d_up_bias, d_down_bias), exist)]
+    else:
+        found = iter(torch.ops.moe_lab.experts_backward(*args))
+        grads = [next(found) if e else None for e in exist]
+    return *grads, *[None] * 9
 
 _experts.register_autograd(_backward, setup_context=_setup_context)
 
