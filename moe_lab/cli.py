@@ -48,3 +48,7 @@ def main(argv: list[str] | None = None) -> int: # process exit status
     except (ValueError, TypeError, FileNotFoundError) as e:
         print(f"moe-lab {verb}: {e}", file=sys.stderr); return 2
     return 0
+
+# %% ../nbs/91_cli.ipynb #42ee9fe8
+#| eval: false
+if __name__ == "__main__": sys.exit(main())

@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted(p.relative_to(ROOT).with_suffix("") for p in (ROOT / "moe_lab").rglob("*.py") if p.stem not in ("__init__", "_modidx", "_prerender"))
+MODULES = sorted(p.relative_to(ROOT).with_suffix("") for p in (ROOT / "moe_lab").rglob("*.py") if p.stem not in ("__init__", "__main__", "_modidx", "_prerender"))
 ROOMS = "core cluster routing experts comm models sim placement hybrid_ep inference".split()    # DESIGN's order
 
 
