@@ -33,7 +33,7 @@ def _queued(op, keep=lambda case: True, folder=None):
     out = {}
     for r in stored("fused.cuda", folder):
         c = r["case"]
-        if c["op"].startswith(op) and "queued" in r and keep(c):
+        if c.get("op", "").startswith(op) and "queued" in r and keep(c):
             shape = tuple(v for k, v in c.items() if k not in ("op", "variant"))
             out.setdefault(shape, {})[c["variant"]] = r["queued"]
     if not out: raise Missing(f"fused.cuda.json has no row of {op}")
@@ -43,20 +43,21 @@ def _cuts(shapes, pair, fused): return [100 * (1 - v[fused] / v[pair]) for v in 
 
 def gemm_cut(folder=None) -> float: # [%]
     "Mean cut of GEMM + all-to-all, one kernel with one remote tile in two, over the shapes of 8192 rows and more."
-    return mean(_cuts(_queued("gemm", lambda c: c["M"] >= 8192, folder), "mm, then NCCL", "fused 1/2, barrier"))
+    return mean(_cuts(_queued("gemm", lambda c: c["M"] >= 8192, folder), "mm, then NCCL", "fused"))
 
 def embedding_cut(folder=None) -> float: # [%]
     "Mean cut of embedding + all-to-all against the strictest pair: indices ready, the result left by rank."
-    return mean(_cuts(_queued("embedding", folder=folder), "embedding_bag, then NCCL (indices ready, result left by rank)", "fused 2/3"))
+    return mean(_cuts(_queued("embedding", folder=folder), "embedding_bag, then NCCL (indices ready, result left by rank)", "fused"))
 
 def gemv_cut(folder=None) -> float: # [%]
-    "The least cut of GEMV + all-reduce over the shapes with one row."
-    return min(_cuts(_queued("gemv", lambda c: c["M"] == 1, folder), "mm, then NCCL", "fused, 1 phase, 8x512, 4 stages, 4 programs an SM"))
+    "The least cut of GEMV + all-reduce over its shapes, one row and four."
+    return min(_cuts(_queued("gemv", folder=folder), "mm, then NCCL", "fused"))
 
 def resident_programs(folder=None) -> list[float]: # [best inside, best end], us
-    "Time of embedding + all-to-all with 4 or 8 programs an SM, and with 2 or 12: mean over shapes."
-    t = [mean(v[f"fused 2/3, {n} programs an SM"] for v in _queued("embedding", folder=folder).values()) * 1e6 for n in (2, 4, 8, 12)]
-    return [min(t[1:3]), min(t[0], t[3])]
+    "Time of embedding + all-to-all by programs an SM, of those that fit at once: the best between the fewest and the most, and the better of these two. Mean over shapes."
+    shapes = _queued("embedding", folder=folder).values()
+    t = [mean(v[f"fused, {n} programs an SM"] for v in shapes) * 1e6 for n in (2, 4, 6, 8) if all(f"fused, {n} programs an SM" in v for v in shapes)]
+    return [min(t[1:-1]), min(t[0], t[-1])]
 
 # %% ../../nbs/ledger/03_measurements.ipynb #d1c50b14
 def blocksparse_share(folder=None) -> float: # [%]

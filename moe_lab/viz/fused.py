@@ -89,7 +89,7 @@ def _by_shape(rows, op):
     of = {}
     for r in rows:
         c = dict(r["case"])
-        if c.pop("op", None) != op or "failed" in r: continue
+        if c.pop("op", "").split(", ")[0] != op or "failed" in r: continue
         v = c.pop("variant")
         of.setdefault(", ".join(f"{k} {x}" for k, x in c.items()), {})[v] = r
     return of
