@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RESULTS', 'Missing', 'stored', 'gemm_cut', 'embedding_cut', 'gemv_cut', 'resident_programs', 'blocksparse_share',
-           'dispatch_saving', 'arm_means', 'arm_gap', 'copies_gap', 'fusing_cut']
+           'dispatch_saving', 'einsum_gain', 'arm_means', 'arm_gap', 'copies_gap', 'fusing_cut']
 
 # %% ../../nbs/ledger/03_measurements.ipynb #7c333c53
 from pathlib import Path
@@ -72,6 +72,12 @@ def dispatch_saving(*tokens: int, folder=None) -> list[float]: # [%]
     rows = {r["case"]["T"]: r for r in stored("dispatch.cuda", folder) if r["case"].get("what") == "memory" and r["case"]["D"] == 4096}
     if missing := [t for t in tokens if t not in rows or not rows[t].get("einsum_layer")]: raise Missing(f"dispatch.cuda.json has no memory of einsum dispatch at {missing} tokens")
     return [100 * (1 - rows[t]["fast_layer"] / rows[t]["einsum_layer"]) for t in tokens]
+
+def einsum_gain(layer: str, *tokens: int, folder=None) -> list[float]:
+    "Time of GShard's einsum layer over the decode path's, both as replayed graphs."
+    rows = {r["case"]["T"]: r["graph"] for r in stored("decode.cuda", folder) if r["case"].get("layer") == layer}
+    if missing := [t for t in tokens if t not in rows]: raise Missing(f"decode.cuda.json has no layer {layer} at {missing} tokens")
+    return [rows[t]["einsum"] / rows[t]["ours"] for t in tokens]
 
 def arm_means(experiment: str, *arms: str, folder=None) -> list[float]: # nats a token
     "Mean validation loss of arms of a stored ablation, all seeds."

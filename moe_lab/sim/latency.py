@@ -22,7 +22,7 @@ class Path:
     """How layers run. `attention`, `ffn`, `experts`: kernels of each part; `launch` [s]: what a kernel costs besides its bytes.
 
     `einsum`: dispatch by one-hot masks with a capacity, every local expert computes; else rows, only chosen experts are read.
-    `coordinated`: all-to-all between equal slices, then a gather; else between all GPUs."""
+    `coordinated`: all-to-all between equal slices, level by level where that is faster, then a gather; else linear between all GPUs."""
     attention: int
     ffn: int
     experts: int
@@ -53,7 +53,7 @@ def _experts(l: Layer, tokens, gpus, tensor, path, c) -> dict[str, float]:
     else:
         R = max(tensor, s)
         far = group_sizes(c, gpus // R, R)
-        sent = 2 * seconds(alltoall_phases(c, size / R, group=far)) + (seconds(all_gather_phases(c, size / R, group=group_sizes(c, R))) if R > 1 else 0)
+        sent = 2 * min(seconds(alltoall_phases(c, size / R, algo, far)) for algo in ("linear", "hierarchical")) + (seconds(all_gather_phases(c, size / R, group=group_sizes(c, R))) if R > 1 else 0)
     return {"experts": work + masks, "kernels": path.experts * path.launch, "all-to-all": sent}
 
 # %% ../../nbs/sim/06_latency.ipynb #47268c56
