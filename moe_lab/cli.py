@@ -21,6 +21,7 @@ commands = {   # verb: (module, function, one line for the overview)
     "which": ("moe_lab.which", "which", "which system's idea pays for a model on a cluster"),
     "record": ("moe_lab.placement.traces", "record", "train a small GPT and keep its routing as a trace for place"),
     "train": ("moe_lab.models.train", "train", "train a GPT with experts on any text"),
+    "tune": ("moe_lab.tune", "tune", "time the kernels of a layer on this GPU, remember the fastest"),
     "tour": ("moe_lab.tour", "tour", "train and compare five models, leave a page of pictures"),
     "claims": ("moe_lab.claims", "claims", "the papers' claims, our own numbers and a verdict each"),
     "zoo": ("moe_lab.models.zoo", "show_model", "parameters, bytes, FLOPs and recipe of the papers' models"),

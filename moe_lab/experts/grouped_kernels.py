@@ -6,11 +6,14 @@
 __all__ = ['HOPPER', 'rows_config', 'weights_config', 'Padded', 'forward_triton', 'backward_triton']
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #7c0a7cd4
+from functools import cache
+
 import torch
 import torch.nn.functional as nnf
 import triton
 
 from ..core.backend import interpreting
+from . import tuning
 from .activation import get_activation
 from .row_kernels import act_backward_rows, device_limits, rows_product, sum_rows, zero_tail
 from .weight_kernels import bias_sum, weights_product
@@ -47,33 +50,61 @@ def weights_config(kind: str, # "up" or "down"
 #: Product -> least width of its contraction (dw: of the side in row order); up only when the pre-activation is kept.
 HOPPER = {"up": 0, "dh": 0, "down": 0, "dx": 512, "dw": 768}
 
-def _on_hopper(kind, a, tile, halves=2, bias=None):
-    if interpreting() or bias is not None or halves != 2 or a.shape[1] < HOPPER.get(kind, a.shape[1] + 1): return False
+def _on_hopper(kind, choice, a, tile, halves=2, bias=None):
+    if interpreting() or bias is not None or halves != 2: return False
+    if not choice.get("hopper", a.shape[1] >= HOPPER.get(kind, a.shape[1] + 1)): return False
     from moe_lab.experts.hopper_kernels import hopper_fits
     return hopper_fits(a, tile)
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #69c6efd8
-def _rows(kind, a, w, out, tiles, tile, halves, *, order=None, choices=0, act=None, pre=None, bias=None, scale=None):
-    "One of the four row products by the kernel that is fastest for it; halves as of the layer's activation."
-    sms, _, tma = device_limits(out.device.index)
-    gather = dict(order=order, choices=choices)
-    how = "infer" if kind == "up" and pre is None else kind
-    if kind != "dh" and _on_hopper(how, a, tile, halves, bias):
-        from moe_lab.experts.hopper_kernels import rows_hopper
-        return rows_hopper(kind, a, w, out, tiles, sms, act=act, pre=pre, scale=scale, **gather)
-    halves = halves if kind == "up" else 1
-    config = rows_config(how, tile, out.shape[1], halves, a.dtype, tma)
-    rows_product(a, w, out, tiles, config, w_nk=kind in ("up", "down"), act=act, halves=halves, pre=pre, bias=bias, scale=scale, **gather)
+@cache
+def _device(index): return "interpreter" if interpreting() else f"{torch.cuda.get_device_name(index)}, triton {triton.__version__}"
 
+def _tuned(kind, a, outer, num_experts, rows, launch):
+    "launch(choice of kernel, its constants) with what `tuning` knows of this product."
+    run = lambda c: launch(c, {k: v for k, v in c.items() if k != "hopper"})
+    run(tuning.choose(_device(a.device.index), tuning.key(kind, a.dtype, a.shape[1], outer, num_experts, rows), run))
+
+# %% ../../nbs/experts/03e_grouped_kernels.ipynb #8d72e6bc
+def _rows(kind, a, w, out, tiles, tile, halves, *, order=None, choices=0, act=None, pre=None, bias=None, scale=None):
+    "Row product `up`, `down` or `dx`; halves as of the layer's activation."
+    sms, _, tma = device_limits(out.device.index)
+    how, gather = "infer" if kind == "up" and pre is None else kind, dict(order=order, choices=choices)
+    def launch(choice, constants):
+        if _on_hopper(how, choice, a, tile, halves, bias):
+            from moe_lab.experts.hopper_kernels import rows_hopper
+            return rows_hopper(kind, a, w, out, tiles, sms, act=act, pre=pre, scale=scale, **gather, **constants)
+        h = halves if kind == "up" else 1
+        config = rows_config(how, tile, out.shape[1], h, a.dtype, tma) | constants
+        rows_product(a, w, out, tiles, config, w_nk=kind != "dx", act=act, halves=h, pre=pre, bias=bias, scale=scale, **gather)
+    _tuned(how, a, out.shape[1], w.shape[0], out.shape[0], launch)
+
+# %% ../../nbs/experts/03e_grouped_kernels.ipynb #9cdfd69b
+def _dh(dy, down, dh, pre, d_pre, d_weight, weight, offsets, order, choices, down_bias, tiles, tile, act, halves):
+    "dh becomes weight * activation; gradients of pre-activations and weights: one kernel, or a product and a pass over its rows."
+    sms, _, tma = device_limits(dh.device.index)
+    def launch(choice, constants):
+        if choices and _on_hopper("dh", choice, dy, tile, halves, down_bias):
+            from moe_lab.experts.hopper_kernels import rows_hopper
+            return rows_hopper("dh", dy, down, dh, tiles, sms, scale=weight, act=act, pre=pre, dpre=d_pre, d_scale=d_weight, offsets=offsets,
+                               order=order, choices=choices, **constants)
+        config = rows_config("dh", tile, dh.shape[1], 1, dy.dtype, tma) | constants
+        rows_product(dy, down, dh, tiles, config, w_nk=False, order=order, choices=choices)
+        act_backward_rows(dh, pre, d_pre, d_weight, weight, order, choices, dy, down_bias, tiles, tile, act, halves)
+    _tuned("dh", dy, dh.shape[1], down.shape[0], dh.shape[0], launch)
+
+# %% ../../nbs/experts/03e_grouped_kernels.ipynb #a212cae9
 def _weights(kind, gathered, rows, out, offsets, tile, order, choices, add):
     "dW_up or dW_down: gathered^T rows over each expert's rows, transposed for `up`; into out, or added to it."
     sms, _, tma = device_limits(out.device.index)
-    if choices and not add and _on_hopper("dw", rows, tile):
-        from moe_lab.experts.hopper_weights_kernels import weights_hopper
-        return weights_hopper(gathered, rows, out, order, offsets, choices, sms, swap=kind == "up")
     left, right, side = (rows, gathered, "right") if kind == "up" else (gathered, rows, "left")
-    weights_product(left, right, out, offsets, weights_config(kind, gathered.shape[1], rows.shape[1], rows.dtype, tma),
-                    gather=side if choices else "", order=order, choices=choices, add=add)
+    def launch(choice, constants):
+        if choices and not add and _on_hopper("dw", choice, rows, tile):
+            from moe_lab.experts.hopper_weights_kernels import weights_hopper
+            return weights_hopper(gathered, rows, out, order, offsets, choices, sms, swap=kind == "up", **constants)
+        config = weights_config(kind, gathered.shape[1], rows.shape[1], rows.dtype, tma) | constants
+        weights_product(left, right, out, offsets, config, gather=side if choices else "", order=order, choices=choices, add=add)
+    _tuned(f"dw_{kind}", rows, gathered.shape[1], out.shape[0], rows.shape[0], launch)
 
 # %% ../../nbs/experts/03e_grouped_kernels.ipynb #a23b1530
 def _pad(t, dim, width):
@@ -136,13 +167,7 @@ def backward_triton(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
                     for n, m, w in zip(needs[1:], (up_main, down_main), (p.up, p.down)))
     d_up_bias, d_down_bias = (None if b is None else torch.empty_like(b) for b in (p.up_bias, p.down_bias))
     if R:
-        if k and _on_hopper("dh", dy, tile, halves, down_bias):
-            from moe_lab.experts.hopper_kernels import rows_hopper
-            rows_hopper("dh", dy, p.down, dh, tiles, device_limits(x.device.index)[0], scale=weight, act=activation, pre=pre, dpre=d_pre,
-                        d_scale=d_weight, offsets=offsets, order=order, choices=k)
-        else:
-            _rows("dh", dy, p.down, dh, tiles, tile, halves, order=order, choices=k)
-            act_backward_rows(dh, pre, d_pre, d_weight, weight, order, k, dy, p.down_bias, tiles, tile, activation, halves)
+        _dh(dy, p.down, dh, pre, d_pre, d_weight, weight, offsets, order, k, p.down_bias, tiles, tile, activation, halves)
         if needs[0]: _rows("dx", d_pre, p.up, d_rows, tiles, tile, halves)
         if needs[1]: _weights("up", p.x, d_pre, d_up, offsets, tile, order, k, d_up is up_main)
         if needs[2]: _weights("down", dy, dh, d_down, offsets, tile, order, k, d_down is down_main)
