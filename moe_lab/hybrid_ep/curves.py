@@ -79,12 +79,16 @@ def arms(scale: Scale) -> dict[str, Migrated | None]:
     "Name of the arm -> its exchange; None: every token meets the exact expert."
     return {"exact": None} | {f"{r:g}x" + ("" if s else " without shared"): Migrated(scale.ranks, r, s) for r in scale.ratios for s in (True, False)}
 
-def run(scale: Scale, arm: str, seed: int, corpus: Corpus, out: str | Path, device=None) -> dict:
+def run(scale: Scale, arm: str, seed: int, corpus: Corpus, out: str | Path, device=None,
+        alike: bool = False, # all experts of a layer start as its first one (sparse upcycling)
+       ) -> dict:
     "Train one arm with one seed: its training losses in means of 10 steps, and the validation loss of the owners' weights [nats a token]."
     exchange = arms(scale)[arm]
     def prepare(model):
         for m in model.modules():
-            if isinstance(m, MoE) and exchange: m.exchange = exchange
+            if not isinstance(m, MoE): continue
+            if exchange: m.exchange = exchange
+            for w in m.experts.parameters() if alike else (): w.data.copy_(w.data[:1].expand_as(w))
     config = replace(scale.train, seed=seed)
     model, log = fit(scale.model, config, corpus, Path(out) / f"{arm}-{seed}".replace(" ", "-"), device, prepare=prepare)
     loss = [o["loss"] for o in log if "loss" in o]
