@@ -269,3 +269,23 @@ def test_lost_without_a_checkpoint(tmp_path):
         pool.grace = 60.
         with pytest.raises(RankError): pool.run(run, str(tmp_path))
     assert "experts are lost with ranks [1], and there is no checkpoint" in (tmp_path / "said").read_text()
+
+
+def test_a_gpt_trains_on_moving_experts(ranks):
+    "The models' own trainer step, with the layer swapped in."
+    def run(moving):
+        from moe_lab.models.gpt import GPT, GPTConfig
+        config = GPTConfig(50, 16, 2, 2, 32, experts=(0, 4), top_k=2)
+        make = lambda c, layer: MoE(c.d_model, c.expert_width, 4, c.top_k, exchange=Placed(grid(), initial(4, 2, 3)))
+        torch.manual_seed(0); gpt = GPT(config, make).to(f64)
+        opt, out, rnd = torch.optim.AdamW(gpt.parameters(), lr=.01), [], random.Random(0)
+        for step in range(5):
+            ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(step))[2 * dist.get_rank():][:2]
+            logits, aux = gpt(ids[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + .01 * aux[1].z
+            opt.zero_grad(); loss.backward(); reduce_gradients(gpt); opt.step()
+            if moving: move(gpt, opt, [some_placement(rnd, 4, 2, 3)], step)
+            t = loss.detach().clone(); dist.all_reduce(t); out.append(t.item())
+        return out
+    still, moved = ranks.run(run, False, n=2)[0], ranks.run(run, True, n=2)[0]
+    assert moved == pytest.approx(still, abs=1e-9, rel=0) and len(set(still)) == 5

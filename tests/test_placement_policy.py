@@ -68,3 +68,19 @@ def test_wrong_arguments():
                        (lambda: schedule(cost, np.ones((2, 4), int), p, 2, .5), "threshold must be >= 1"), (lambda: initial(4, 2, [5, -1]), "slots must be >= 0"),
                        (lambda: evacuate(p, [2], 4), "devices must be some of 2"), (lambda: memory_slots([-1.], 5), "memory must be finite"), (lambda: Cost(h200_nvlink(2), 1e6, 1., 1., fixed=-1.), "fixed must be")):
         with pytest.raises(ValueError, match=message): f()
+
+
+@pytest.mark.parametrize("E,nodes,limit", [(256, 8, .005), (1024, 128, .2)])
+def test_a_decision_is_quick(E, nodes, limit):
+    "Columns of all experts and one exchange, in time of one core."
+    import time
+    from moe_lab.placement.policy import Planner
+    cluster, seconds = nd_a100_v4(nodes), []
+    w = np.full(E, .25 / (E - 10)); w[:10] = .075                                           # ten experts take three quarters
+    cost, slots = Cost.of_layer(cluster, 1024, 4096), -(-2 * E // cluster.num_devices) + 2
+    counts, p = np.random.default_rng(0).multinomial(4096, w, size=cluster.num_devices), initial(E, cluster.num_devices, slots)
+    for _ in range(5):
+        t = time.process_time()
+        assert Planner(cost, counts, p, slots).plan()
+        seconds.append(time.process_time() - t)
+    assert min(seconds) < limit
