@@ -169,17 +169,47 @@ def test_rows_of_no_expert_are_zero():
     (dict(up=lambda t: t[:, :-1]), ValueError, "up must have shape"), (dict(down=lambda t: t.double()), TypeError, "down must have x's dtype"),
     (dict(x=lambda t: t[0]), ValueError, r"x must be \(T, D\)"), (dict(ids=lambda t: t.int()), TypeError, "expert must be int64"),
     (dict(ids=lambda t: t[:-1]), ValueError, "expert must have shape"), (dict(weight=lambda t: t.long()), TypeError, "weight must be floating"),
-    (dict(up=lambda t: t.to("meta")), ValueError, "up must be on x's device")])
+    (dict(up=lambda t: t.to("meta")), ValueError, "up must be on x's device"), (dict(ids=lambda t: t.to("meta")), ValueError, "expert must be on x's device"),
+    (dict(weight=lambda t: t.to("meta")), ValueError, "weight must be on x's device")])
 def test_bad_arguments_are_named(change, error, says):
     a = dict(zip(("x", "ids", "weight", "up", "down"), layer(6, 16, 24, 4, 2)))
     a |= {k: f(a[k]) for k, f in change.items()}
     with pytest.raises(error, match=says): grouped_moe(a["x"], (a["ids"], a["weight"]), a["up"], a["down"])
 
 
-@pytest.mark.skipif(DEV == "cuda", reason="ids are checked where that costs no synchronisation")
-def test_ids_out_of_range_raise_on_a_cpu():
+@pytest.mark.parametrize("change,says", [
+    (lambda ids, w: (ids + 3, w), "expert must lie in"), (lambda ids, w: (ids - 3, w), "expert must lie in"),
+    (lambda ids, w: (ids, w * torch.nan), "weight must be finite"), (lambda ids, w: (ids, w / 0), "weight must be finite")])
+def test_values_out_of_range_raise_where_looking_is_free_or_asked_for(change, says, monkeypatch):
+    if DEV == "cuda": monkeypatch.setenv("MOE_LAB_CHECK", "1")
     x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
-    with pytest.raises(ValueError, match="expert must lie in"): grouped_moe(x, (ids + 3, w), up, down)
+    with pytest.raises(ValueError, match=says): grouped_moe(x, change(ids, w), up, down)
+
+
+@pytest.mark.parametrize("body", ["torch", "triton"])
+def test_an_id_out_of_range_is_never_followed(body, monkeypatch):
+    "Without the check, as on a GPU: such an id counts as no expert."
+    monkeypatch.setattr("moe_lab.experts.grouped._check_values", lambda *a: None)
+    x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
+    wild = ids.clone()
+    wild[0, 0], wild[1, 1], wild[2, 0] = 4, -7, 2**40
+    with backend.use(body):
+        want = grouped_moe(x, (torch.where(wild == ids, ids, -1), w), up, down)
+        assert torch.equal(grouped_moe(x, (wild, w), up, down), want)
+
+
+@pytest.mark.parametrize("offsets,error,says", [
+    (lambda t: t.float(), TypeError, "offsets must be integers"), (lambda t: t.to("meta"), ValueError, "offsets must be on the rows' device"),
+    (lambda t: t[:-1], ValueError, "offsets must have shape")])
+def test_bad_offsets_are_named(offsets, error, says):
+    x, _, _, up, down, *_ = layer(20, 16, 24, 3, 1)
+    with pytest.raises(error, match=says): expert_mlp(x, offsets(torch.tensor([0, 4, 4, 13], device=DEV)), up, down)
+
+
+def test_bad_main_gradients_are_named():
+    x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
+    for bad in (torch.zeros(2), torch.zeros(down.shape).half(), torch.zeros(*down.shape[:1], *down.shape[:0:-1]).mT):
+        with pytest.raises(ValueError, match="main_grads of down must be"): grouped_moe(x, (ids, w), up, down, main_grads=(torch.zeros(up.shape), bad))
 
 
 def test_compiled_backward_adds_to_main_buffers():
