@@ -80,7 +80,7 @@ def tiles_moving(tiles: int = 12, programs: int = 3, send: float = .7, steps: in
         return fig.update_layout(barmode="overlay", title=f"Tiles read by the peer after {now:.1f} products: " + ", ".join(f"{n} {v}" for n, v in read.items()), height=430,
                                  xaxis=dict(title="time, in products of one tile", range=[0, end * 1.02]), yaxis=dict(categoryorder="array", categoryarray=lanes[::-1]))
     fig = sweep(make, "time", {f"{end * i / steps:.1f}": end * i / steps for i in range(1, steps + 1)}, steps - 1)
-    return fig.update_layout(updatemenus=[dict(type="buttons", showactive=False, x=0, y=-.2, xanchor="right", buttons=[
+    return fig.update_layout(updatemenus=[dict(type="buttons", showactive=False, x=-.02, y=-.5, xanchor="right", buttons=[
         dict(label="play", method="animate", args=[None, dict(frame=dict(duration=300, redraw=True), transition=dict(duration=0))])])])
 
 # %% ../../nbs/viz/07_fused.ipynb #ccbc61ad
