@@ -253,9 +253,9 @@ def device_limits(index):
     return p.multi_processor_count, p.shared_memory_per_block_optin, p.major >= 9
 
 def fit(config, itemsize, shared):
-    "Fewer stages until the operands fit in shared memory."
-    stages = config["num_stages"]
-    while stages > 1 and stages * (config["BM"] + config["BN"]) * config["BK"] * itemsize > shared: stages -= 1
+    "Fewer stages until operands, and half a tile on its way out, fit in shared memory."
+    stages, leaves = config["num_stages"], 0 if config["STORE"] == "ptr" else config["BM"] * config["BN"] // 2
+    while stages > 1 and (stages * (config["BM"] + config["BN"]) * config["BK"] + leaves) * itemsize > shared: stages -= 1
     return {**config, "num_stages": stages}
 
 # %% ../../nbs/experts/03b_row_kernels.ipynb #9a9d48a6
