@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from ..cluster.topology import load

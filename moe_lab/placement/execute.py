@@ -60,15 +60,14 @@ class Moving:
         me, ranks, self.row = ex.grid.rank, ex.grid.ranks, {e: i for i, e in enumerate(moe.experts.ids)}
         self.params = dict(moe.experts.named_parameters())
         self.versions = [p._version for p in self.params.values()]
-        self.works, self.buffers, self.joined = [], [], {}
-        links, ops = {}, []
+        self.works, self.sent, self.arriving, links, ops = [], [], [], {}, []
         for e, src, dst in transfers(ex.placement, after, ex.grid.sizes):
             if me in (src, dst): links.setdefault((src, dst), []).append(e)
         for (src, dst), ids in links.items():
             send, other = src == me, ranks[dst if src == me else src]
             buffer = self._pack(ids) if send else torch.empty(len(ids) * self._bytes(), dtype=torch.uint8, device=moe.experts.up.device)
             ops.append(dist.P2POp(dist.isend if send else dist.irecv, buffer, other, lane))
-            self.buffers.append((ids if not send else [], buffer))
+            self.sent.append(buffer) if send else self.arriving.append((ids, buffer))
         if ops: self.works = dist.batch_isend_irecv(ops)
 
     def _stacks(self):
@@ -83,20 +82,18 @@ class Moving:
 
     def _unpack(self):
         out = {}
-        for ids, buffer in self.buffers:
+        for ids, buffer in self.arriving:
+            parts = iter(buffer.split([t.element_size() * t.shape[1:].numel() for _ in ids for _, t in self._stacks()]))
             for e in ids:
-                for key, t in self._stacks():
-                    here, buffer = buffer.split([t.element_size() * t.shape[1:].numel(), buffer.numel() - t.element_size() * t.shape[1:].numel()])
-                    out[e, key] = here.clone().view(t.dtype).view(t.shape[1:])
+                for key, t in self._stacks(): out[e, key] = next(parts).clone().view(t.dtype).view(t.shape[1:])
         return out
 
     def gradients(self, params: list[nn.Parameter]) -> dict[int, list[Tensor]]:
         "Zeros for the experts that will live here: their share in this step's sums."
-        new = [e for e, g in moved_copies(self.moe.exchange.placement, self.after) if g == self.moe.exchange.grid.rank]
-        self.joined = {e: [p.new_zeros(p.shape[1:]) for p in params] for e in new}
+        new = [e for e in self.after.slots[:, self.moe.exchange.grid.rank].nonzero().flatten().tolist() if e not in self.row]
         names = {p: n for n, p in self.params.items()}
-        self.new_grads = {(e, (names[p], "grad")): t for e, grads in self.joined.items() for p, t in zip(params, grads)}
-        return self.joined
+        self.new_grads = {(e, (names[p], "grad")): p.new_zeros(p.shape[1:]) for e in new for p in params}
+        return {e: [self.new_grads[e, (names[p], "grad")] for p in params] for e in new}
 
     @torch.no_grad()
     def land(self):

@@ -11,7 +11,7 @@ import torch
 
 from ..core.types import Placement
 from .cost import Cost, columns, device_seconds, total
-from .vexpert import Move, apply, balance_ratio
+from .vexpert import Move, balance_ratio
 
 # %% ../../nbs/placement/04_policy.ipynb #ad7ab820
 class Planner:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.types import Placement
-from .cost import Cost, columns, device_seconds, step_seconds, total
+from .cost import Cost, columns, device_seconds, total
 from .tokens import largest_remainder
 
 # %% ../../nbs/placement/05_rivals.ipynb #2254ec38
