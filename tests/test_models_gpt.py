@@ -129,4 +129,4 @@ def test_nothing_is_kept_between_forwards():   # L11
     for _ in range(5):
         model(ids)
         with torch.no_grad(): model(ids)
-    assert alive() == before
+    assert alive() <= before                                             # other tests' leftovers may go meanwhile
