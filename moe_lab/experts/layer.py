@@ -204,10 +204,10 @@ class MoE(nn.Module):
         return y_TD.to(x.dtype).view(x.shape), Aux(dropped, r)
 
     def decodable(self) -> bool:
-        "Is this a layer that `experts.decode` can compute: a plain softmax gate, nothing dropped, no bias, everything here and of one dtype?"
+        "Is this a layer that `experts.decode` can compute: a plain softmax gate, 16 choices at most, nothing dropped, no bias, everything here and of one dtype?"
         g, e = self.gate, self.experts
         return (type(g) is TopKGate and type(g.router) is LinearRouter and g.score == "softmax" and not (g.training and g.noise)
-                and g.bias is None and g.groups is None and g.router.bias is None and g.router.weight.dtype == e.up.dtype
+                and g.bias is None and g.groups is None and g.top_k <= 16 and g.router.bias is None and g.router.weight.dtype == e.up.dtype
                 and isinstance(self.exchange, Local) and self.exchange.capacity_factor is None and type(e) is Experts and e.up_bias is None)
 
     def decode_plan(self, x_TD: Tensor, gain: Tensor | None = None, eps: float = 1e-6):

@@ -39,9 +39,9 @@ class FusedStep:
         self.model, self.cache = model, cache
         self.counters = torch.zeros(B * model.config.kv_heads, dtype=torch.int32, device=device)
         ints = lambda *v: torch.tensor(v, dtype=torch.int32, device=device)
-        none = torch.zeros(B, 1, device=device)
+        none = torch.zeros(B, 1, device=device, dtype=torch.float32)
         self.dense = DecodePlan(none.long(), none + 1, none, none, ints(0, 1), ints(*range(B))[None])     # one expert, chosen by all
-        self.freq = model.config.rope_base ** -(torch.arange(0, model.config.head_dim, 2, device=device) / model.config.head_dim)
+        self.freq = model.config.rope_base ** -(torch.arange(0, model.config.head_dim, 2, device=device, dtype=torch.float32) / model.config.head_dim)
 
     @torch.no_grad()
     def __call__(self, ids_B: Tensor) -> Tensor:
