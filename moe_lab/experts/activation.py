@@ -19,7 +19,7 @@ aten = torch.ops.aten
 class Activation(NamedTuple):
     """`forward(pre) -> h`; `backward(pre, dh) -> (h, dpre)`: nobody stores h, and both are made of the same parts.
 
-    Not differentiable once more. `halves` is 2 for a gated activation (pre is gate|up), else 1.
+    `halves` is 2 for a gated activation (pre is gate|up), else 1.
     """
     halves: int
     forward: Callable[[Tensor], Tensor]
@@ -36,13 +36,10 @@ def _swiglu(pre):
 
 def _gated_backward(pre, dh, value, slope): # of what the gate goes through
     (g, u), dh = _gate_up(pre), _wide(dh)
-    h, d = value(g), torch.empty_like(pre, dtype=g.dtype)
-    dg, du = d.chunk(2, -1)                  # written where they belong: no halves to join afterwards
-    torch.mul(dh, h, out=du)
-    slope(dh * u, g, grad_input=dg)
-    return h.mul_(u).to(pre.dtype), d.to(pre.dtype)
+    a = value(g)
+    return (a * u).to(pre.dtype), torch.cat([slope(dh * u, g), dh * a], -1).to(pre.dtype)
 
-def _swiglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.silu, aten.silu_backward.grad_input)
+def _swiglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.silu, aten.silu_backward)
 
 # %% ../../nbs/experts/00_activation.ipynb #4aefeea2
 def _gelu(pre): return nnf.gelu(pre)
@@ -54,7 +51,7 @@ def _geglu(pre):
     g, u = _gate_up(pre)
     return (nnf.gelu(g) * u).to(pre.dtype)
 
-def _geglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.gelu, aten.gelu_backward.grad_input)
+def _geglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.gelu, aten.gelu_backward)
 
 # %% ../../nbs/experts/00_activation.ipynb #f499cd94
 def _relu2(pre): return (_wide(pre).clamp(min=0) ** 2).to(pre.dtype)

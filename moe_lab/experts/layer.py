@@ -13,7 +13,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..core.backend import triton_body
 from ..core.types import Dispatch, Routing, dispatch
@@ -50,7 +49,6 @@ class _Activate(torch.autograd.Function):
         return get_activation(name).forward(pre)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dh): return get_activation(ctx.name).backward(ctx.saved_tensors[0], dh)[1], None
 
 # %% ../../nbs/experts/04_layer.ipynb #9e552da1
