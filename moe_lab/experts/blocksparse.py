@@ -94,6 +94,7 @@ def _mlp_context(ctx, inputs, output):
     ctx.wide = len(wide)
     ctx.save_for_backward(*tensors, *wide, *narrow, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)                # or autograd fills zeros of their sizes
 
 def _mlp_gradients(ctx, dy, *_):
     *tensors, pre, y_RD = ctx.saved_tensors

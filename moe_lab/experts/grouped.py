@@ -192,6 +192,7 @@ def _setup_context(ctx, inputs, output):
     ctx.main = () if up_main is None else (up_main, down_main)                # not saved: they may change before backward
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)                # or autograd fills zeros of that size
 
 def _backward(ctx, dy, _):
     x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, pre = ctx.saved_tensors
