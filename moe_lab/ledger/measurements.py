@@ -54,7 +54,7 @@ def gemv_cut(folder=None) -> float: # [%]
     return min(_cuts(_queued("gemv", folder=folder), "mm, then NCCL", "fused"))
 
 def resident_programs(folder=None) -> list[float]: # [best inside, best end], us
-    "Time of embedding + all-to-all by programs an SM, of those that fit at once: the best between the fewest and the most, and the better of these two. Mean over shapes."
+    "Time of embedding + all-to-all with 2, 4, (6,) 8 programs an SM: the best between the fewest and the most, and the better of these two. Mean over shapes."
     shapes = _queued("embedding", folder=folder).values()
     t = [mean(v[f"fused, {n} programs an SM"] for v in shapes) * 1e6 for n in (2, 4, 6, 8) if all(f"fused, {n} programs an SM" in v for v in shapes)]
     return [min(t[1:-1]), min(t[0], t[-1])]
