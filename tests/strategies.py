@@ -14,13 +14,14 @@ from moe_lab.core.backend import use
 from moe_lab.core.types import dispatch
 from moe_lab.experts.activation import ACTIVATIONS
 from moe_lab.experts.blocksparse import blocksparse_mlp
+from moe_lab.experts.decode import decode_experts, decode_gate
 from moe_lab.experts.dispatch import decode, encode
 from moe_lab.experts.grouped import expert_mlp, grouped_moe
 from moe_lab.experts.products import dds, dsd, sdd
 from moe_lab.experts.topology import Matrix, topology_from_counts, topology_from_mask
 from moe_lab.routing.balance import losses, z_loss
 from moe_lab.routing.capacity import capacity, drop_priority, rules
-from moe_lab.routing.gate import TopKGate
+from moe_lab.routing.gate import TopKGate, softmax, topk
 
 DEV = "cuda" if torch.cuda.is_available() else "cpu"
 BODIES = {"torch": ["float64", "float32", "float16", "bfloat16"], "triton": ["float32", "float16"] + ["bfloat16"] * (DEV == "cuda")}
@@ -184,6 +185,31 @@ def check_products(p, body):
     agree(lambda a, b: sdd(a, b, topo).to_dense(), (m.randn(R, K, scale=K ** -.5), m.randn(K, C)), p, body, ("a", "b"))
     agree(lambda data, b: dsd(turn(Matrix(data, topo)), b), (s.data, m.randn(cols, K, scale=C ** -.5)), p, body, ("data", "b"))
     agree(lambda a, data: dds(a, turn(Matrix(data, topo))), (m.randn(K, rows, scale=R ** -.5), s.data), p, body, ("a", "data"))
+
+
+def check_step(p, body):
+    "A generation step: logits against float64, ids by the rule from those logits, the table by a loop, the experts' sum against float64."
+    m, T, E, k = Maker(p), p.T, p.E, p.k
+    if not T: return
+    x, router = m.tokens(), m.randn(E, p.D, scale=p.D ** -.5)
+    gain, residual = m.randn(p.D) if p.bias else None, m.randn(T, p.D) if p.weighted else None
+    (up, down), wide = m.experts()[:2], lambda t: None if t is None else t.double()
+    with use(body):
+        plan = decode_gate(x, router, k, gain=gain)
+        y = decode_experts(x, plan, up, down, p.activation, gain, residual=residual)
+    normed = wide(x) if gain is None else nn.functional.rms_norm(wide(x), gain.shape, wide(gain), 1e-6)
+    if p.dtype in ("float32", "float64"): close(plan.logits, normed @ wide(router).t(), 1e-5, "logits")
+    assert plan.expert.equal(topk(plan.logits, k)[1]), "ids"
+    w = softmax(wide(plan.logits)).gather(1, plan.expert)
+    close(plan.weight, w / w.sum(1, keepdim=True).clamp(min=1e-300) if k > 1 else w, 1e-5, "weight")
+    *active, count = plan.active.tolist()
+    used = sorted(set(plan.expert.flatten().tolist()))
+    assert count == len(used) and active[:count] == used and set(active[count:]) <= {-1}, "active"
+    for s, e in enumerate(used):
+        mine = [i for i, o in enumerate(plan.expert.flatten().tolist()) if o == e]
+        assert plan.table[s].tolist()[:len(mine)] == mine and set(plan.table[s].tolist()[len(mine):]) <= {-1}, "table"
+    with use("torch"): want = decode_experts(wide(x), plan._replace(weight=wide(plan.weight)), wide(up), wide(down), p.activation, wide(gain), residual=wide(residual))
+    close(y, want, max(LIMIT[p.dtype], 1e-6), "y")
 
 
 def check_gate(p, body):
