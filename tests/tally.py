@@ -4,6 +4,7 @@ A test tries a case when its source names the id in a comment or in its docstrin
 Tests count their own work with pytest's `record_property`: examples, files, faults, moves, worlds, runs."""
 import csv, inspect, io, json, platform, re, tokenize
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -41,32 +42,32 @@ def pytest_itemcollected(item):
 
 
 class Tally:
-    "Gathers reports, of all workers, and writes the file at the end."
-    def __init__(self, path, slow): self.path, self.slow, self.tests, self.properties = path, slow, {}, {}
+    "Gathers reports, of all workers, and writes the file at the end; what an earlier run wrote of other tests stays, so that a machine can run them in parts."
+    def __init__(self, path):
+        self.path = Path(path)
+        self.tests = json.loads(self.path.read_text())["tests"] if self.path.exists() else {}
 
     def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.failed:
-            self.tests[report.nodeid] = "failed" if report.failed else report.outcome
-            self.properties[report.nodeid] = list(report.user_properties)
+        if not report.failed and (report.when != "call" or report.skipped): return
+        row = self.tests[report.nodeid] = dict(passed=report.passed)
+        for name, value in report.user_properties: row[name] = row[name] + value if name in row else value
 
     def pytest_sessionfinish(self, session):
         if hasattr(session.config, "workerinput"): return
         tried, counts, examples = {}, Counter(), {}
-        for test, outcome in self.tests.items():
-            for name, value in self.properties[test]:
-                if name == "cases" and outcome != "skipped":
-                    for i in value: tried.setdefault(i, []).append(outcome == "passed")
-                if name in COUNTS and outcome == "passed": counts[name] += value
-                if name == "examples" and outcome == "passed": examples[value["what"]] = max(value["n"], examples.get(value["what"], 0))
+        for t in self.tests.values():
+            for i in t.get("cases", ()): tried.setdefault(i, []).append(t["passed"])
+            if not t["passed"]: continue
+            counts.update({n: t[n] for n in COUNTS if n in t})
+            if e := t.get("examples"): examples[e["what"]] = max(e["n"], examples.get(e["what"], 0))
         kinds = {k: dict(name=r["name"], mechanism=r["mechanism"], cases=sum(i[0] == k for i in CASES),
                          passed=sum(i[0] == k and all(t) for i, t in tried.items()), tests=sum(len(t) for i, t in tried.items() if i[0] == k)) for k, r in KINDS.items()}
-        import torch
-        out = dict(machine=f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}", slow=self.slow,
-                   tests=dict(Counter(self.tests.values())), kinds=kinds, cases={i: dict(case=r["case"], absent=r["absent"] or None, tests=len(tried.get(i, ())), passed=all(tried.get(i, [False])))
-                                                                      for i, r in CASES.items()}, examples=examples, counts={n: counts[n] for n in COUNTS})
-        Path(self.path).write_text(json.dumps(out, indent=1, sort_keys=True) + "\n")
+        cases = {i: dict(case=r["case"], absent=r["absent"] or None, tests=len(tried.get(i, ())), passed=all(tried.get(i, [False]))) for i, r in CASES.items()}
+        out = dict(python=platform.python_version(), torch=metadata.version("torch").partition("+")[0], triton=metadata.version("triton"), kinds=kinds, cases=cases,
+                   examples=examples, counts={n: counts[n] for n in COUNTS}, passed=sum(t["passed"] for t in self.tests.values()), tests=self.tests)
+        self.path.write_text(json.dumps(out, indent=1, sort_keys=True) + "\n")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "reliability: tries a public case, or counts what it does")
-    if path := config.getoption("--report"): config.pluginmanager.register(Tally(path, config.getoption("--slow")), "tally")
+    if path := config.getoption("--report"): config.pluginmanager.register(Tally(path), "tally")

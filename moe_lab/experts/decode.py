@@ -108,7 +108,7 @@ def decode_gate(x_TD: Tensor,
     if not 0 < T <= MAX_TOKENS: raise ValueError(f"x must hold 1 to {MAX_TOKENS} tokens, got {T}")
     if router.shape != (E, D): raise ValueError(f"router must be (E, {D}), got {tuple(router.shape)}")
     if not 1 <= top_k <= E: raise ValueError(f"top_k must be in [1, E={E}], got {top_k}")
-    return DecodePlan(*_gate(x_TD.contiguous(), router.contiguous(), gain, eps, top_k, top_k > 1 if renormalize is None else renormalize, scale))
+    return DecodePlan(*_gate(x_TD.contiguous(), router.contiguous(), None if gain is None else gain.contiguous(), eps, top_k, top_k > 1 if renormalize is None else renormalize, scale))
 
 def decode_experts(x_TD: Tensor, plan: DecodePlan,
                    up: Tensor, # (E,2F,D), gate half first, or (E,F,D)
@@ -121,4 +121,5 @@ def decode_experts(x_TD: Tensor, plan: DecodePlan,
     n, (E, D, F) = get_activation(activation).halves, down.shape
     if up.shape != (E, n * F, D) or x_TD.shape[1] != D: raise ValueError(f"up must be ({E}, {n * F}, {D}) and x (T, {D}), got {tuple(up.shape)} and {tuple(x_TD.shape)}")
     if not x_TD.dtype == up.dtype == down.dtype: raise TypeError(f"x, up and down must share a dtype, got {x_TD.dtype}, {up.dtype}, {down.dtype}")
-    return _experts(x_TD.contiguous(), gain, eps, plan.expert, plan.weight, plan.active, plan.table, up.contiguous(), down.contiguous(), activation, residual)
+    packed = lambda t: None if t is None else t.contiguous()
+    return _experts(x_TD.contiguous(), packed(gain), eps, *map(packed, (plan.expert, plan.weight, plan.active, plan.table, up, down)), activation, packed(residual))
