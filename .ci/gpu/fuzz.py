@@ -1,0 +1,153 @@
+"""Fuzz every operator on a GPU against float64, check that the same seed gives the same bits, offsets past 2^31, and (where it is installed) compute-sanitizer.
+
+    python3 .ci/gpu/fuzz.py [seconds a group, default 22]     from the repository root; needs hypothesis; writes $OUT/fuzz.json after each group
+"""
+import glob, hashlib, json, os, random, shutil, subprocess, sys, time
+from dataclasses import replace
+
+ROOT = os.getcwd()
+sys.path[:0] = [ROOT, f"{ROOT}/tests"]
+import torch
+from strategies import ACTIVATIONS, CHECKS, LAYOUTS, ROUTES, VALUES, Problem
+
+OUT = os.environ.get("OUT", ".")
+report = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__, "groups": {}}
+def save():
+    with open(f"{OUT}/fuzz.json", "w") as f: json.dump(report, f, indent=1)
+def say(*a): print(f"[{time.perf_counter() - t0:6.1f} s]", *a, flush=True)
+t0 = time.perf_counter()
+
+
+def sample(rnd, fixed):
+    "What does not choose a kernel is drawn anew each time; what does is drawn once a variant (a compilation takes a second)."
+    T = rnd.choice([0, 1, 2, 7, 30, 100, 257, 600, 1500])
+    return replace(fixed, T=T, route=rnd.choice(ROUTES), none=rnd.choice([0., .3]), capacity=rnd.choice([None, None, 0, 1, T // 4, T]), bias=rnd.random() < .5,
+                   weighted=rnd.random() < .7, layout=rnd.choice(LAYOUTS), values=rnd.choice(VALUES), seed=rnd.randrange(2**16))
+
+def variant(rnd):
+    E = rnd.choice([1, 2, 5, 8, 64])
+    return Problem(0, rnd.choice([1, 8, 40, 65, 128, 200, 768]), rnd.choice([1, 24, 64, 100, 256, 768]), E, rnd.randint(1, min(E, 4)), activation=rnd.choice(sorted(ACTIVATIONS)),
+                   dtype=rnd.choice(["bfloat16", "float16", "float32"]), block=rnd.choice([64, 128, 256]))
+
+def fails(name, p):
+    try: CHECKS[name](p, "triton")
+    except Exception as e: return f"{type(e).__name__}: {str(e)[:300]}"
+
+def shrunk(name, p, seconds=6.):
+    "The simplest problem near `p` that fails the same way."
+    end, simple = time.perf_counter() + seconds, dict(T=[0, 1, 2, 7], values=["normal"], layout=["packed"], route=["even"], none=[0.], capacity=[None, 0, 1], bias=[False], weighted=[False, True], D=[1, 8], F=[1, 8], E=[1, 2], k=[1], activation=["gelu"], dtype=["float32"])
+    kind = fails(name, p).split(":")[0]
+    for field, values in simple.items():
+        for v in values:
+            if time.perf_counter() > end: return p
+            if getattr(p, field) == v: break
+            try: q = replace(p, **{field: v})
+            except Exception: continue
+            if q.k > q.E: continue
+            if (e := fails(name, q)) and e.startswith(kind): p = q; break
+    return p
+
+def fuzz(name, seconds):
+    rnd, end, done, bad, variants = random.Random(name), time.perf_counter() + seconds, 0, [], 0
+    while time.perf_counter() < end:
+        fixed, variants = variant(rnd), variants + 1
+        for _ in range(40):
+            p = sample(rnd, fixed)
+            if e := fails(name, p):
+                small = shrunk(name, p)
+                bad.append(dict(problem=repr(small), error=fails(name, small) or e, first=repr(p)))
+                say("FAIL", name, bad[-1]["problem"], bad[-1]["error"])
+                if "CUDA" in e or len(bad) >= 6: end = 0.
+                break
+            done += 1
+            if time.perf_counter() > end: break
+    report["groups"][name] = dict(examples=done, variants=variants, failures=bad)
+    say(name, done, "examples,", variants, "variants,", len(bad), "failures")
+    save()
+
+
+def bits():
+    "Digests of what 20 runs of each operator and of a small training give."
+    from moe_lab import MoE
+    from moe_lab.core.types import dispatch
+    from moe_lab.experts.blocksparse import blocksparse_mlp
+    from moe_lab.experts.grouped import grouped_moe
+    def digest(ts): return hashlib.sha256(b"".join(t.detach().float().cpu().numpy().tobytes() for t in ts)).hexdigest()[:16]
+    out = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        T, D, F, E, k = 3000, 256, 512, 8, 2
+        ids = torch.rand(T, E).argsort(1)[:, :k].cuda()
+        x, up, down = (torch.randn(*s).cuda().to(dtype) * c for s, c in (((T, D), 1), ((E, 2 * F, D), D**-.5), ((E, D, F), F**-.5)))
+        w = torch.rand(T, k).cuda()
+        args, d = [t.requires_grad_() for t in (x, w, up, down)], dispatch(ids, E)
+        for name, f in (("grouped", lambda x, w, up, down: grouped_moe(x, (ids, w), up, down)), ("blocksparse", lambda x, w, up, down: blocksparse_mlp(x, d, w, up, down))):
+            seen = set()
+            for _ in range(20):
+                y = f(*args)
+                seen.add(digest([y, *torch.autograd.grad(y.float().square().sum(), args)]))
+            out[f"{name} {dtype}"] = sorted(seen)
+        for factor in (None, 1.):
+            seen = set()
+            for _ in range(20):
+                torch.manual_seed(0)
+                moe = MoE(D, F, E, k, capacity_factor=factor).cuda().to(dtype)
+                opt = torch.optim.AdamW(moe.parameters(), lr=1e-2)
+                for _ in range(3):
+                    y, aux = moe(x.detach()); opt.zero_grad(); (y.float().square().mean() + aux.balance).backward(); opt.step()
+                seen.add(digest([y, *moe.parameters()]))
+            out[f"training, capacity factor {factor}, {dtype}"] = sorted(seen)
+    return out
+
+
+def large():
+    "More than 2^31 elements in rows, and experts whose weights lie past 2^31."
+    from moe_lab.core.types import dispatch
+    from moe_lab.experts.dispatch import decode, encode
+    from moe_lab.experts.grouped import grouped_moe
+    T, D = 131072 + 64, 16384 + 8
+    ids = (torch.arange(T, device="cuda") % 2)[:, None]
+    d, x = dispatch(ids, 2), torch.randn(T, D, device="cuda", dtype=torch.bfloat16)
+    z = encode(x, d); y = decode(z, d)
+    assert torch.equal(y[-64:], x[-64:]) and torch.equal(z[-1], x[-1])
+    del x, y, z
+    E, D, F = 257, 2048, 2048
+    up, down = (torch.randn(E, a, b, device="cuda", dtype=torch.bfloat16) * .02 for a, b in ((2 * F, D), (D, F)))
+    x, ids, w = torch.randn(5, D, device="cuda", dtype=torch.bfloat16), torch.tensor([[256], [255], [0], [256], [128]], device="cuda"), torch.ones(5, 1, device="cuda")
+    y = grouped_moe(x, (ids, w), up, down)
+    for t, e in enumerate(ids.flatten().tolist()):
+        g, u = (up[e].double() @ x[t].double()).chunk(2)
+        want = down[e].double() @ (torch.nn.functional.silu(g) * u)
+        assert (y[t].double() - want).norm() < .03 * want.norm(), (t, e)
+    return "ok"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--bits"]: print(json.dumps(bits())); sys.exit()
+    if sys.argv[1:] == ["--few"]:
+        rnd = random.Random(0)
+        for name in ("encode", "decode", "grouped", "rows", "blocksparse", "products"):
+            for _ in range(2): CHECKS[name](replace(sample(rnd, variant(rnd)), T=100, capacity=None), "triton")
+        torch.cuda.synchronize(); print("done"); sys.exit()
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 22.
+    for name in ("grouped", "encode", "decode", "rows", "blocksparse", "products", "step", "gate", "capacity"): fuzz(name, seconds if name not in ("gate", "capacity", "encode", "decode") else seconds / 2)
+    for what, f in (("large", large),):
+        try: report[what] = f()
+        except Exception as e: report[what] = f"{type(e).__name__}: {str(e)[:500]}"
+        say(what, report[what]); save()
+    torch.cuda.empty_cache()
+    runs = [subprocess.run([sys.executable, __file__, "--bits"], capture_output=True, text=True, timeout=60) for _ in range(2)]
+    try:
+        a, b = (json.loads(r.stdout) for r in runs)
+        report["determinism"] = {n: dict(same_20=len(a[n]) == len(b[n]) == 1, same_processes=a[n] == b[n]) for n in a}
+    except Exception as e: report["determinism"] = f"{type(e).__name__}: {e}; {runs[0].stderr[-800:]}"
+    say("determinism", report["determinism"]); save()
+    if tool := shutil.which("compute-sanitizer") or next(iter(glob.glob("/usr/local/cuda*/bin/compute-sanitizer")), None):
+        for check in ("memcheck", "racecheck"):
+            try:
+                r = subprocess.run([tool, "--tool", check, sys.executable, __file__, "--few"], capture_output=True, text=True, timeout=45)
+                report[check] = r.stdout[-600:]
+            except subprocess.TimeoutExpired: report[check] = "not finished in 45 s"
+            say(check, report[check][-200:]); save()
+    else: report["sanitizer"] = "compute-sanitizer is not installed"; save()
+    say("end")
