@@ -80,13 +80,16 @@ def spread(load: np.ndarray, devices: int) -> np.ndarray: # (G,E)
     return base + (np.arange(devices)[:, None] < more)
 
 # %% ../../nbs/placement/07_arena.ipynb #7f91c52d
+def _times(a, b): return a / b if b else 1.        # nothing to do: nobody is faster
+
+
 def table(results: dict[str, list[Step]]) -> str:
     "Mean milliseconds of a step and of moving, balance ratio, bytes moved, tokens dropped, and speed against 'static'."
     rows = [f"{'policy':14s}{'step':>9s}{'moving':>9s}{'ratio':>7s}{'moved':>10s}{'dropped':>9s}{'speed-up':>10s}"]
     bill = lambda steps: sum(s.seconds + s.moving for s in steps)
     for name, steps in results.items():
         mean = lambda f: float(np.mean([f(s) for s in steps]))
-        speed = bill(results["static"]) / bill(steps) if "static" in results else float("nan")
+        speed = _times(bill(results["static"]), bill(steps)) if "static" in results else float("nan")
         rows.append(f"{name:14s}{1e3 * mean(lambda s: s.seconds):6.2f} ms{1e3 * mean(lambda s: s.moving):6.2f} ms{mean(lambda s: s.ratio):7.2f}"
                     f"{sum(s.moved for s in steps) / 1e9:7.2f} GB{100 * mean(lambda s: s.dropped):7.1f} %{speed:9.2f}x")
     return "\n".join(rows)
@@ -129,4 +132,4 @@ def place(trace: str, # CSV (step, layer, expert, count) or npz (counts)
         full = {p: sum(s.seconds + s.moving for s in v) for p, v in r.items() if p != "capacity 1.0"}
         best = min(full, key=full.get)
         print(f"layer {l}: {len(counts)} steps, {E} experts on {G} devices of {c.name}, {slots} slots a device\n{table(r)}")
-        print(f"best without dropping: {best}, {full['static'] / full[best]:.2f}x over standing still\n")
+        print(f"best without dropping: {best}, {_times(full['static'], full[best]):.2f}x over standing still\n")
