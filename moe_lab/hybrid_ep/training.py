@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.groups import grid
-from ..cluster.launch import step as note
+from ..cluster.launch import rank_device, step as note
 from ..comm.gradients import reduce_gradients
 from ..comm.parallel import ExpertParallel
 from ..experts.layer import MoE
@@ -46,7 +46,7 @@ def build(config: GPTConfig, way: Way, dtype: torch.dtype): # -> model, communic
     comm = None if way.domains is None else Communicator(Domains(way.sizes, way.domains), way.ratio, link)
     exchange = ExpertParallel(grid()) if comm is None else HybridParallel(comm)
     torch.manual_seed(0)
-    model = GPT(config, lambda c, layer: MoE(c.d_model, c.expert_width, c.layer_experts[layer], c.top_k, activation=c.activation, exchange=exchange)).to(dtype)
+    model = GPT(config, lambda c, layer: MoE(c.d_model, c.expert_width, c.layer_experts[layer], c.top_k, activation=c.activation, exchange=exchange)).to(rank_device(), dtype)
     return model if comm is None else migrate(model), comm, link
 
 # %% ../../nbs/hybrid_ep/06_training.ipynb #fa64261a
@@ -60,7 +60,7 @@ def train_ranks(config: GPTConfig, train: TrainConfig, tokens: Tensor, way: Way,
     W, me, out = dist.get_world_size(), dist.get_rank(), dict(loss=[], seconds=[], bytes=[])
     windows = Windows(tokens, train.context, train.batch_size, train.seed)
     for step in range(train.steps):
-        x, y = (t.chunk(W)[me] for t in windows[step])
+        x, y = (t.chunk(W)[me].to(rank_device()) for t in windows[step])
         dist.barrier()
         start, sent = time.perf_counter(), link.bytes
         note(f"step {step}")
