@@ -195,6 +195,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)                # or autograd fills zeros of that size
 
 def _backward(ctx, dy, _):
+    if dy is None: return (None,) * 15                 # y was not used
     x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, pre = ctx.saved_tensors
     needs = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
     args = dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, ctx.tile, ctx.activation, needs
