@@ -1,5 +1,6 @@
 """The MoE layer against loops: every activation, gate options, dtypes, padding, idle experts, compile, recompute."""
 import copy
+import math
 
 import pytest
 import torch
@@ -249,3 +250,19 @@ def test_top1_learns_its_router_from_the_task():  # G03
     moe(torch.randn(6, 8))[0].sum().backward()
     assert moe.gate.router.weight.grad.any()
     with pytest.raises(ValueError, match="never learns"): MoE(8, 8, 4, 1, renormalize=True)
+
+
+@pytest.mark.parametrize("factor", [None, 2., -1.])
+def test_nan_in_padding_reaches_no_gradient(factor):  # T06
+    torch.manual_seed(0)
+    moe, x, mask = MoE(8, 6, 4, capacity_factor=factor), torch.randn(6, 8), torch.ones(6, dtype=torch.bool)
+    x[2], mask[2] = torch.nan, False
+    y, aux = moe(x, mask)
+    (y.sum() + aux.balance + aux.z).backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in moe.parameters())
+
+
+@pytest.mark.parametrize("options", [dict(capacity_factor=math.nan), dict(capacity_factor=math.inf), dict(capacity_factor="1"), dict(exchange_rule="x")])
+def test_bad_capacity_is_refused_when_the_layer_is_made(options):
+    with pytest.raises((TypeError, ValueError), match="factor|rule"):
+        Local(1., rule="x") if "exchange_rule" in options else MoE(4, 4, 2, **options)

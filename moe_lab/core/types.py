@@ -100,7 +100,9 @@ def dispatch(expert: Tensor, # (T,k) int64 ids; -1 for none
              choice_major: bool = True, # all first choices before any second choice (GShard, Tutel); else token by token
             ) -> Dispatch:
     "Give every assignment a slot in its expert. Plain PyTorch, stable, no synchronisation with the host."
+    if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
     T, k = expert.shape
+    if isinstance(capacity, (bool, float)): raise TypeError(f"capacity must be an int or None, got {capacity!r}")
     if capacity is not None and capacity < 0: raise ValueError(f"capacity must be >= 0 or None, got {capacity}")
     ids = torch.arange(T * k, device=expert.device).view(T, k)
     if priority is not None and priority.shape not in ((T,), (T, k)):

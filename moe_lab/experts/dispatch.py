@@ -136,6 +136,7 @@ def _check(name, rows, have, want, weight, d):
     if rows.ndim != 2 or have != want: raise ValueError(f"{name} must be ({want}, D) for this Dispatch, got {tuple(rows.shape)}")
     if not rows.is_floating_point(): raise TypeError(f"{name} must be floating point, got {rows.dtype}")
     if weight is not None and weight.shape != d.expert.shape: raise ValueError(f"weight must be {tuple(d.expert.shape)}, got {tuple(weight.shape)}")
+    if weight is not None and not weight.is_floating_point(): raise TypeError(f"weight must be floating point, got {weight.dtype}")
 
 # %% ../../nbs/experts/01_dispatch.ipynb #73550952
 def encode(x_TD: Tensor, d: Dispatch,

@@ -21,7 +21,7 @@ from .decode import MAX_TOKENS, decode_experts, decode_gate
 from .dispatch import decode, encode
 from .grouped import expert_mlp, grouped_moe
 from ..routing.balance import balance_loss, z_loss
-from ..routing.capacity import capacity_for, drop_priority, drop_share, fill_lost
+from ..routing.capacity import capacity, capacity_for, drop_priority, drop_share, fill_lost
 from ..routing.gate import LinearRouter, TopKGate
 
 # %% ../../nbs/experts/04_layer.ipynb #3df5d8da
@@ -135,6 +135,13 @@ class Local:
     multiple: int = 1
     policy: str = "position"
     lost: str = "zero"
+
+    def __post_init__(self):
+        f = self.capacity_factor
+        if f is None: return
+        if isinstance(f, bool) or not isinstance(f, (int, float)): raise TypeError(f"capacity_factor must be a number or None, got {f!r}")
+        capacity(0, 1, 1, f, need=0, rule=self.rule, multiple=self.multiple)          # refused here, not at the first batch
+        if self.lost not in ("zero", "pass"): raise ValueError(f"lost must be 'zero' or 'pass', got {self.lost!r}")
 
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, Dispatch | None]:
         if self.capacity_factor is None: return experts(x_TD, r), None

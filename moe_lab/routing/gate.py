@@ -140,6 +140,8 @@ class Noise:
 class Jitter(Noise):
     "The router sees x * U(1-eps, 1+eps), in float32 or wider (Switch, arXiv 2101.03961; DeepSpeed 'Jitter')."
     eps: float = 1e-2
+    def __post_init__(self):
+        if not 0 <= self.eps < 1: raise ValueError(f"eps must be in [0, 1), got {self.eps}")
     def on_input(self, x):
         x = x.to(widen(x.dtype))
         return x * torch.empty_like(x).uniform_(1 - self.eps, 1 + self.eps)
@@ -204,6 +206,7 @@ class CosineRouter(nn.Module):
     "logits = cosine(Wx, M_e) / tau (Tutel, arXiv 2206.03382, equation 2)."
     def __init__(self, d_model: int, num_experts: int, d_proj: int = 256, tau: float = .5):
         super().__init__()
+        if d_proj < 1: raise ValueError(f"d_proj must be >= 1, got {d_proj}")
         if not tau >= .01: raise ValueError(f"tau must be >= 0.01, got {tau}")
         self.proj = nn.Parameter(torch.empty(d_proj, d_model).normal_(std=d_model ** -.5))
         self.experts = nn.Parameter(torch.empty(num_experts, d_proj).normal_(std=.01))
@@ -231,10 +234,12 @@ def _check(d_model, num_experts, top_k):
     if not 1 <= top_k <= num_experts: raise ValueError(f"top_k must be in [1, num_experts={num_experts}], got {top_k}")
 
 def _check_input(x, mask, d_model):
+    "x with padding set to 0: a NaN there would reach the router's gradient as 0 * NaN."
     if x.ndim != 2 or x.shape[1] != d_model: raise ValueError(f"x must be (T, d_model={d_model}), got {tuple(x.shape)}")
     if not x.is_floating_point(): raise TypeError(f"x must be floating point, got {x.dtype}")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
         raise ValueError(f"mask must be bool of shape ({x.shape[0]},), got {mask.dtype} {tuple(mask.shape)}")
+    return x if mask is None else x.masked_fill(~mask[:, None], 0.)
 
 # %% ../../nbs/routing/01_gate.ipynb #f2d48d42
 class TopKGate(nn.Module):
@@ -322,7 +327,7 @@ class TopKGate(nn.Module):
                 mask: Tensor | None = None, # (T,) bool, False = padding: no expert, no weight, no part in a loss
                 expert: Tensor | None = None, # (T,k) an earlier call's choices, to use again (recomputation must not flip a near-tie)
                ) -> Routing:
-        _check_input(x, mask, self.d_model)
+        x = _check_input(x, mask, self.d_model)
         noise = self.noise if self.training else ()
         if expert is not None: self._check_reuse(x, expert, noise)
         for n in noise: x = n.on_input(x)
@@ -384,7 +389,7 @@ class ExpertChoiceGate(nn.Module):
     def forward(self, x: Tensor, # (T,D)
                 mask: Tensor | None = None, # (T,) bool, False = padding
                ) -> Routing:
-        _check_input(x, mask, self.d_model)
+        x = _check_input(x, mask, self.d_model)
         with torch.autocast(x.device.type, enabled=False):
             logits = self.router(x)
             probs = softmax(logits)
