@@ -99,7 +99,7 @@ def _mlp_context(ctx, inputs, output):
 def _mlp_gradients(ctx, dy, *_):
     *tensors, pre, y_RD = ctx.saved_tensors
     tensors, wide, narrow = tensors[:6], tensors[6:6 + ctx.wide], tensors[6 + ctx.wide:]
-    grads = _mlp_backward(dy.contiguous(), *tensors, wide, narrow, pre, y_RD, ctx.activation, ctx.block)
+    grads = [None] * 4 if dy is None else _mlp_backward(dy.contiguous(), *tensors, wide, narrow, pre, y_RD, ctx.activation, ctx.block)
     return *grads, None, None, [None] * len(wide), [None] * len(narrow), None, None
 
 _mlp.register_autograd(_mlp_gradients, setup_context=_mlp_context)
