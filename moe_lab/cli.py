@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int: # process exit status
     function = getattr(import_module(module), name)
     options = vars(anno_parser(function, prog=f"moe-lab {verb}").parse_args(rest))
     try: function(**{k: v for k, v in options.items() if k not in ("pdb", "xtra")})     # fastcore's own two options
-    except (ValueError, TypeError, FileNotFoundError) as e:
+    except (ValueError, TypeError, OSError, FloatingPointError) as e:
         print(f"moe-lab {verb}: {e}", file=sys.stderr); return 2
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from .core.backend import find_device
 from .models.corpus import KINDS, Corpus, Windows, load_corpus, token_kinds
 from .models.gpt import GPT, GPTConfig, num_params
 from .models.train import TrainConfig, evaluate, fit, load_run
@@ -179,11 +180,13 @@ def tour(out: str = "tour.html", # the page to write
          device: str = "cpu", # cpu or cuda
         ) -> None:
     "Train five models with equal active compute on the standard library's source, print a table, write a page of pictures."
-    began, warnings = time.time(), [w for w in [busy() if device == "cpu" else ""] if w]
+    began, warnings = time.time(), [w for w in [busy() if str(device) == "cpu" else ""] if w]
     for w in warnings: print(f"warning: {w}", file=sys.stderr)
+    config, device = recipe(steps, seed), find_device(device)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus()
     print(corpus)
-    config, probe = recipe(steps, seed), Probe(corpus)
+    probe = Probe(corpus)
     rows, logs, models = [], {}, {}
     for i, (name, model_config) in enumerate(variants(corpus.vocab_size).items(), 1):
         model, logs[name] = fit(model_config, config, corpus, Path(runs) / name, device, probe=probe, label=f"{i}/5 {name}")

@@ -255,7 +255,7 @@ def test_top1_learns_its_router_from_the_task():  # G03
 @pytest.mark.parametrize("factor", [None, 2., -1.])
 def test_nan_in_padding_reaches_no_gradient(factor):  # T06
     torch.manual_seed(0)
-    moe, x, mask = MoE(8, 6, 4, capacity_factor=factor), torch.randn(6, 8), torch.ones(6, dtype=torch.bool)
+    moe, x, mask = MoE(8, 6, 4, capacity_factor=factor, shared_experts=1), torch.randn(6, 8), torch.ones(6, dtype=torch.bool)
     x[2], mask[2] = torch.nan, False
     y, aux = moe(x, mask)
     (y.sum() + aux.balance + aux.z).backward()

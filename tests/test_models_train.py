@@ -182,3 +182,21 @@ def test_command_line(text, tmp_path, capsys, monkeypatch):
     for bad, word in ((["--data", str(tmp_path / "none")], "no file or folder"), (["--data", str(text), *args, "--lr", "1"], "another run"), (["--steps", "0"], "steps must be > 0")):
         status, said = run(*bad)
         assert status == 2 and word in said.err and said.err.count("\n") == 1
+
+
+def test_a_folder_belongs_to_one_text_and_its_log_has_no_hole(corpus, tmp_path):
+    c = TrainConfig(steps=4, batch_size=2, context=16, eval_windows=2, save_every=2)
+    fit(SMALL, c, corpus, tmp_path)
+    with pytest.raises(ValueError, match="other text"): fit(SMALL, c, replace(corpus, train=corpus.train.flip(0)), tmp_path)
+    log = tmp_path / "log.jsonl"
+    whole = log.read_text().splitlines(True)
+    for damaged in ([], whole[2:], whole[:2] + ["\n"] + whole[2:], whole * 2):
+        log.write_text("".join(damaged))
+        with pytest.raises(ValueError, match="log.jsonl"): fit(SMALL, c, corpus, tmp_path)
+
+
+@pytest.mark.parametrize("options, said", [(["--device", "bogus"], "device must be"), (["--device", "cuda:99"], "not here"), (["--lr", "inf"], "lr must be finite")])
+def test_command_line_says_what_is_wrong_before_it_reads(options, said, capsys):
+    assert main(["train", *options]) == 2
+    out = capsys.readouterr()
+    assert said in out.err and not out.out

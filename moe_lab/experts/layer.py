@@ -184,6 +184,8 @@ class MoE(nn.Module):
         super().__init__()
         _count("shared_experts", shared_experts, 0)
         if gate is not None and renormalize is not None: raise ValueError(f"renormalize={renormalize} belongs to the gate that was given: set it there")
+        for name, v in (("d_model", d_model), ("num_experts", num_experts)):
+            if getattr(gate, name, v) != v: raise ValueError(f"gate must have the layer's {name}={v}, got {getattr(gate, name)}")
         if exchange is not None and capacity_factor is not None:
             raise ValueError(f"capacity_factor={capacity_factor} belongs to the exchange that was given: set it there")
         self.gate = TopKGate(d_model, num_experts, top_k, renormalize=renormalize) if gate is None else gate
@@ -205,7 +207,9 @@ class MoE(nn.Module):
             r = self.gate(x_TD, real)
             x_TD = x_TD.to(self._compute_dtype(x))
             y_TD, d = self.exchange(x_TD, r, self.experts)
-        if self.shared is not None: y_TD = y_TD + self.shared(x_TD[None])[0]
+        if self.shared is not None:
+            always = x_TD if real is None else x_TD.masked_fill(~real[:, None], 0)      # a NaN in padding must not reach a gradient
+            y_TD = y_TD + self.shared(always[None])[0]
         if real is not None: y_TD = y_TD.masked_fill(~real[:, None], 0)
         dropped = torch.zeros((), device=x.device) if d is None else drop_share(d)
         return y_TD.to(x.dtype).view(x.shape), Aux(dropped, r)

@@ -7,7 +7,7 @@ __all__ = ['TrainConfig', 'lr_at', 'routing_losses', 'lm_loss', 'evaluate', 'aut
            'load_checkpoint', 'make_optimizer', 'read_log', 'fit', 'train_step', 'load_run', 'train']
 
 # %% ../../nbs/models/03_train.ipynb #114fa5b2
-import json, math, os, time
+import hashlib, json, math, os, time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..core.files import open_tensors, parse_json, read_text, whole
+from ..core.backend import find_device
+from ..core.files import open_tensors, parse_json, read_text, short, whole
 from .corpus import Corpus, Windows, in_order, load_corpus
 from .gpt import GPT, GPTConfig, every, num_params
 
@@ -49,6 +50,7 @@ class TrainConfig:
             if not getattr(self, name) > 0: raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         for name in ("warmup", "weight_decay", "balance", "z", "lr_end"):
             if not getattr(self, name) >= 0: raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not math.isfinite(self.lr): raise ValueError(f"lr must be finite, got {self.lr}")
 
 # %% ../../nbs/models/03_train.ipynb #6c654744
 def lr_at(step: int, config: TrainConfig) -> float:
@@ -108,14 +110,16 @@ def autocast(device: torch.device):
 
 # %% ../../nbs/models/03_train.ipynb #603327df
 def save_checkpoint(path: str | Path, model: GPT, optimizer: torch.optim.Optimizer, step: int, # steps done
-                    train_config: TrainConfig) -> None:
+                    train_config: TrainConfig,
+                    text: str = "", # a fingerprint of what it was trained on
+                   ) -> None:
     "Write weights (model.*), moments (adamw.*) and both configs to one file, atomically."
     path, tensors = Path(path), {f"model.{n}": t for n, t in model.state_dict().items()}
     names = {p: n for n, p in model.named_parameters()}
     for p, state in optimizer.state.items(): tensors |= {f"adamw.{names[p]}.{k}": t for k, t in state.items()}
     beside = path.with_suffix(".tmp")
     save_file({n: t.contiguous() for n, t in tensors.items()}, beside,
-              metadata={"step": str(step), "model": json.dumps(asdict(model.config)), "train": json.dumps(asdict(train_config))})
+              metadata={"step": str(step), "model": json.dumps(asdict(model.config)), "train": json.dumps(asdict(train_config)), "text": text})
     with open(beside, "rb") as f: os.fsync(f.fileno())
     os.replace(beside, path)
 
@@ -171,14 +175,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 def read_log(path: str | Path) -> list[dict]:
     "The complete lines of a log."
     lines = []
-    for line in Path(path).read_text().splitlines():
+    for line in read_text(path, 2**30).splitlines():
         try: lines.append(json.loads(line))
         except json.JSONDecodeError: break          # cut off by a kill: nothing comes after it
+        if not isinstance(lines[-1], dict) or "step" not in lines[-1]: raise ValueError(f"{path}: line {len(lines)} is no record of a step: {short(line)}")
     return lines
 
 def _rewind(path, step):
     "Keep what happened before `step`, and an evaluation made at it."
     lines = [o for o in (read_log(path) if path.exists() else []) if o["step"] < step or (o["step"] == step and "valid" in o)]
+    if [o["step"] for o in lines if "loss" in o] != list(range(step)): raise ValueError(f"{path} does not hold the {step} steps that the checkpoint beside it has done, once each; remove the folder")
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(json.dumps(o) + "\n" for o in lines))
     os.replace(beside, path)
@@ -196,10 +202,10 @@ def fit(model_config: GPTConfig,
         label: str = "", # of the progress bar
        ) -> tuple[GPT, list[dict]]: # the trained model and its log
     "Train, or go on where the run in `out` stopped. Losses do not depend on where it was interrupted."
-    out, device = Path(out), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    out, device, text = Path(out), find_device(device), _fingerprint(corpus)
     out.mkdir(parents=True, exist_ok=True)
     checkpoint, log_path = out / "checkpoint.safetensors", out / "log.jsonl"
-    if checkpoint.exists(): _same(checkpoint, model_config, config)
+    if checkpoint.exists(): _same(checkpoint, model_config, config, text)
     torch.manual_seed(config.seed)
     model = GPT(model_config).to(device)
     if prepare: prepare(model)
@@ -239,7 +245,7 @@ def fit(model_config: GPTConfig,
             if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 settle()
                 os.fsync(file.fileno())
-                save_checkpoint(checkpoint, model, optimizer, step + 1, config)
+                save_checkpoint(checkpoint, model, optimizer, step + 1, config, text)
                 clock = time.perf_counter()
     return model, log
 
@@ -258,9 +264,16 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
     optimizer.step()
     return {**log, "norm": norm, "lr": lr}
 
-def _same(checkpoint, model_config, config):
+def _fingerprint(corpus: Corpus) -> str:
+    digest = hashlib.sha256(corpus.tokenizer.to_str().encode())
+    for part in (corpus.train, corpus.valid): digest.update(part.contiguous().numpy())
+    return digest.hexdigest()
+
+def _same(checkpoint, model_config, config, text):
     "A folder belongs to one run."
     *found, _ = read_configs(checkpoint)
+    with open_tensors(checkpoint) as f: trained_on = f.metadata().get("text")
+    if trained_on and trained_on != text: raise ValueError(f"{checkpoint.parent} holds another run, trained on other text; give another folder, or remove it")
     for have, want in zip(found, (model_config, config)):
         for name, v in asdict(want).items():
             if asdict(have)[name] != v: raise ValueError(f"{checkpoint.parent} holds another run: {name} is {asdict(have)[name]!r} there and {v!r} here; give another folder, or remove it")
@@ -300,7 +313,7 @@ def train(data: str = None, # text file or folder [default: the standard library
           device: str = None, # cpu, cuda, cuda:1, ... [default: cuda when there is one]
          ) -> None:
     "Train a GPT with experts on text; writes checkpoint.safetensors, tokenizer.json and log.jsonl."
-    config = TrainConfig(steps=steps, batch_size=batch, context=context, lr=lr, warmup=warmup, balance=balance, seed=seed)
+    config, device = TrainConfig(steps=steps, batch_size=batch, context=context, lr=lr, warmup=warmup, balance=balance, seed=seed), find_device(device)
     corpus = load_corpus(data, vocab)
     print(corpus)
     model = GPTConfig(corpus.vocab_size, d_model, layers, heads, d_hidden, every(moe_every, layers, experts), top_k=top_k, capacity_factor=capacity_factor, activation="gelu")
