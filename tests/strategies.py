@@ -223,6 +223,7 @@ def check_gate(p, body):
     wide = x.double() if p.dtype == "float64" else x.float()
     mask = (torch.rand(p.T, generator=m.g) >= p.none).to(DEV)
     with use(body): r = gate(wide, mask)
+    wide = wide.masked_fill(~mask[:, None], 0.)                  # what padding holds, the gate never sees
     good = wide.isfinite()
     order = torch.where(good, wide, -math.inf).double().argsort(dim=1, descending=True, stable=True)[:, :k]
     usable = good.gather(1, order) & mask[:, None]
