@@ -13,8 +13,7 @@ from fastcore.script import store_true
 
 from .core.types import Cluster
 from .models.zoo import Model, zoo
-from .plan import across, find_cluster, find_model, plans
-from .sim.collectives import ALGORITHMS
+from .plan import across, exchanges, find_cluster, find_model, plans
 from .sim.step import StepTime, Strategy, step
 
 # %% ../nbs/94a_which.ipynb #f21c7ef1
@@ -37,11 +36,9 @@ def ways(model: Model, cluster: Cluster, tokens: int, seq: int, imbalance: float
     for p in plans(model, cluster, tokens, seq, None, imbalance, keep):
         out[p.strategy] = p.time
         if not p.time.busy.get("a2a"): continue
-        for algo in ALGORITHMS:
-            if algo == "hierarchical" and len(cluster.levels) < 3 and cluster.levels[-1].size == 1: continue
-            for degree in (1, 2, 4, 8):
-                s = replace(p.strategy, algo=algo, degree=degree)
-                if s not in out: out[s] = step(model, cluster, s, each, seq, imbalance)
+        for degree, algo in exchanges(cluster):
+            s = replace(p.strategy, algo=algo, degree=degree)
+            if s not in out: out[s] = step(model, cluster, s, each, seq, imbalance)
     return out
 
 # %% ../nbs/94a_which.ipynb #c9bd0171
