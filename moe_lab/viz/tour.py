@@ -68,7 +68,7 @@ def _layers(make, steps, layers, title):
         if layers == 1: return fig
         seen = lambda l: [i == l for i in range(layers)]
         return fig.update_layout(updatemenus=[dict(type="buttons", direction="right", x=1, xanchor="right", y=1.02, yanchor="bottom",
-                                                   buttons=[dict(label=f"layer {l + 1}", method="restyle", args=[{"visible": seen(l)}]) for l in range(layers)])])
+                                                   buttons=[dict(label=f"MoE layer {l + 1}", method="restyle", args=[{"visible": seen(l)}]) for l in range(layers)])])
     fig = sweep(at, "step", steps, start=len(steps) - 1)
     for frame in fig.frames:
         for trace in frame.data: trace.visible = None
@@ -119,7 +119,7 @@ def coloured_text(tokens: list[str], experts: list[list[int]]) -> str: # HTML; e
     out = []
     for l, row in enumerate(experts):
         spans = "".join(f'<span class="e{e % len(COLORS)}" title="expert {e}">{escape(t)}</span>' for t, e in zip(tokens, row))
-        out.append(f'<input type="radio" name="layer" id="layer{l}"{" checked" * (l == len(experts) - 1)}><label for="layer{l}">layer {l + 1}</label><pre>{spans}</pre>')
+        out.append(f'<input type="radio" name="layer" id="layer{l}"{" checked" * (l == len(experts) - 1)}><label for="layer{l}">MoE layer {l + 1}</label><pre>{spans}</pre>')
     key = " ".join(f'<span class="e{e % len(COLORS)}">&nbsp;{e}&nbsp;</span>' for e in sorted({e for row in experts for e in row}))
     return f'<div class="coloured">{"".join(out)}<p>experts {key}</p></div>'
 
