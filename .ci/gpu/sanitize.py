@@ -1,79 +1,187 @@
-"""Small cases of every kernel of one device, for compute-sanitizer: odd sizes, empty experts, tails of tiles, no token."""
-import torch
-from moe_lab.core.types import dispatch
-from moe_lab.experts import grouped_kernels, products as P, products_kernels as T
-from moe_lab.experts.blocksparse import blocksparse_mlp
-from moe_lab.experts.dispatch import decode, encode
-from moe_lab.experts.grouped import expert_mlp, expert_plan, grouped_moe
-from moe_lab.experts.topology import topology_from_mask
-from moe_lab.routing.gate import softmax_topk
+"""Every kernel of one device at odd sizes, empty experts, tails of tiles and no token, under compute-sanitizer.
 
-DEV = "cuda"
-BF, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
-torch.manual_seed(0)
+    python .ci/gpu/sanitize.py [seconds a tool]    all groups plain, under memcheck and under racecheck; writes sanitize.json, sanitize.txt (all that was said) and summary.txt to $OUT
+    python .ci/gpu/sanitize.py --group NAME        one group of cases in this process
+"""
+import glob, json, os, re, shutil, subprocess, sys, tempfile, time
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] if (Path(__file__).resolve().parents[2] / "moe_lab").exists() else Path.cwd()
+sys.path.insert(0, str(ROOT))
+OUT = Path(os.environ.get("OUT", "."))
 bad = []
 
-def finite(name, *tensors):
-    lost = [i for i, t in enumerate(tensors) if not t.isfinite().all()]
-    print(name, "finite" if not lost else f"NOT FINITE: outputs {lost}", flush=True)
-    bad.extend([name] * bool(lost))
+# --- cases ----------------------------------------------------------------------------------------------------------
 
-def rand(*shape, dtype, scale=1.): return (torch.randn(shape, device=DEV) * scale).to(dtype).requires_grad_()
+def tensors():
+    "Imports, a seed, and memory that nobody wrote full of NaN."
+    global torch, BF, HALF, SINGLE
+    import torch
+    BF, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+    torch.use_deterministic_algorithms(True, warn_only=True)      # torch.empty is then filled with NaN
+    torch.manual_seed(0)
 
-def grouped():
-    for T_, D, F, E, k, act, dtype, bias in [(700, 128, 192, 4, 2, "swiglu", BF, False), (300, 96, 80, 4, 2, "geglu", BF, True), (700, 768, 768, 3, 1, "swiglu", HALF, False),
-                                             (90, 33, 20, 3, 3, "gelu", HALF, True), (60, 40, 24, 130, 2, "relu2", SINGLE, True), (0, 64, 64, 4, 2, "swiglu", BF, False)]:
+@contextmanager
+def case(name):
+    "Says how a case ends; one that fails does not end the others."
+    said = len(bad)
+    try:
+        yield lambda **outputs: bad.extend(f"{name}: {n} has {int((~t.isfinite()).sum())} of {t.numel()} not finite, {int(t.isnan().sum())} of them NaN" for n, t in outputs.items() if not t.isfinite().all())
+        torch.cuda.synchronize()
+    except Exception as e: bad.append(f"{name}: {type(e).__name__}: {str(e)[:300]}")
+    print(*(bad[said:] or [f"{name}: finite"]), sep="\n", flush=True)
+
+def rand(*shape, dtype, scale=1.): return (torch.randn(shape, device="cuda") * scale).to(dtype).requires_grad_()
+
+def named(prefix, y, loss, **leaves): return {"y": y} | {f"{prefix} {n}": g for n, g in zip(leaves, torch.autograd.grad(loss, list(leaves.values())))}
+
+def grouped(hopper):
+    from moe_lab.experts import grouped_kernels
+    from moe_lab.experts.grouped import expert_mlp, grouped_moe
+    grouped_kernels.HOPPER.clear(); grouped_kernels.HOPPER.update(hopper)
+    for T, D, F, E, k, act, dtype, bias in [(700, 128, 192, 4, 2, "swiglu", BF, False), (300, 96, 80, 4, 2, "geglu", BF, True), (700, 768, 768, 3, 1, "swiglu", HALF, False),
+                                            (90, 33, 20, 3, 3, "gelu", HALF, True), (60, 40, 24, 130, 2, "relu2", SINGLE, True), (0, 64, 64, 4, 2, "swiglu", BF, False)]:
         h = 2 if act in ("swiglu", "geglu") else 1
-        a = [rand(T_, D, dtype=dtype), rand(T_, k, dtype=SINGLE), rand(E, h * F, D, dtype=dtype, scale=D**-.5), rand(E, D, F, dtype=dtype, scale=F**-.5)]
-        b = [rand(E, h * F, dtype=dtype), rand(E, D, dtype=dtype)] if bias else [None, None]
-        ids = torch.rand(T_, E, device=DEV).topk(k, -1)[1]
-        if T_: ids[ids == 1] = -1                            # expert 1 stays empty
-        leaves = a + [t for t in b if t is not None]
-        name = f"grouped T{T_} D{D} F{F} E{E} {act} {dtype}"
-        y = grouped_moe(a[0], (ids, a[1]), a[2], a[3], act, *b)
-        finite(name, y, *torch.autograd.grad(y.float().square().mean() if T_ else y.sum(), leaves))
-        with torch.no_grad(): finite(name + " inference", grouped_moe(a[0], (ids, a[1]), a[2], a[3], act, *b))
-        main = tuple(torch.zeros(w.shape, device=DEV) for w in a[2:])
-        grouped_moe(a[0], (ids, a[1]), a[2], a[3], act, *b, main_grads=main).float().sum().backward()
-        offsets = torch.linspace(0, max(T_ - 3, 0), E + 1, device=DEV).long()
-        y = expert_mlp(a[0], offsets, a[2], a[3], act, *b)
-        finite(name + " rows", *main, y, *torch.autograd.grad(y.float().sum(), [a[0], *a[2:], *leaves[4:]]))
+        leaves = dict(x=rand(T, D, dtype=dtype), weight=rand(T, k, dtype=SINGLE), up=rand(E, h * F, D, dtype=dtype, scale=D**-.5), down=rand(E, D, F, dtype=dtype, scale=F**-.5))
+        if bias: leaves |= dict(up_bias=rand(E, h * F, dtype=dtype), down_bias=rand(E, D, dtype=dtype))
+        x, w, up, down, *b = leaves.values()
+        ids = torch.rand(T, E, device="cuda").topk(k, -1)[1]
+        if T: ids[ids == 1] = -1                             # expert 1 stays empty
+        name = f"T{T} D{D} F{F} E{E} {act} {dtype}"
+        with case(f"layer {name}") as finite:
+            y = grouped_moe(x, (ids, w), up, down, act, *b)
+            finite(**named("gradient of", y, y.float().square().mean() if T else y.sum(), **leaves))
+        with case(f"layer, inference {name}") as finite, torch.no_grad(): finite(y=grouped_moe(x, (ids, w), up, down, act, *b))
+        with case(f"layer, main gradients {name}") as finite:
+            main = tuple(torch.zeros(t.shape, device="cuda") for t in (up, down))
+            grouped_moe(x, (ids, w), up, down, act, *b, main_grads=main).float().sum().backward()
+            finite(up=main[0], down=main[1])
+        with case(f"rows {name}") as finite:
+            offsets = torch.linspace(0, max(T - 3, 0), E + 1, device="cuda").long()
+            y = expert_mlp(x, offsets, up, down, act, *b)
+            del leaves["weight"]
+            finite(**named("gradient of", y, y.float().sum(), **leaves))
 
 def routing():
-    for T_, E, k in ((33, 13, 3), (70, 130, 17), (5, 1, 1), (0, 8, 2)):
-        l = rand(T_, E, dtype=SINGLE)
-        p, ids, w = softmax_topk(l, k, True)
-        finite(f"gate E{E} k{k}", p, w, *torch.autograd.grad((p * p).sum() + (w * w).sum(), [l]))
-        for tile in (16, 128): expert_plan(ids, E, tile)
-        if T_:
-            d = dispatch(ids, E, 4)
-            x, s = rand(T_, 40, dtype=BF), rand(T_, k, dtype=SINGLE)
-            y = decode(encode(x, d), d, s)
-            finite("encode, decode", y, *torch.autograd.grad(y.float().sum(), [x, s]))
-    expert_plan(torch.randint(-1, 1000, (3000, 8), device=DEV), 1000, 128)
+    from moe_lab.core.types import dispatch
+    from moe_lab.experts.dispatch import decode, encode
+    from moe_lab.experts.grouped import expert_plan
+    from moe_lab.routing.gate import softmax_topk
+    for T, E, k in ((33, 13, 3), (70, 130, 17), (5, 1, 1), (0, 8, 2)):
+        logits = rand(T, E, dtype=SINGLE)
+        with case(f"gate T{T} E{E} k{k}") as finite:
+            p, ids, w = softmax_topk(logits, k, True)
+            finite(probs=p, weight=w, **named("gradient of", w, (p * p).sum() + (w * w).sum(), logits=logits))
+        with case(f"plan T{T} E{E} k{k}"):
+            for tile in (16, 128): expert_plan(ids, E, tile)
+        for capacity in (4, None):
+            with case(f"encode, decode T{T} E{E} capacity {capacity}") as finite:
+                d, x, s = dispatch(ids, E, capacity), rand(T, 40, dtype=BF), rand(T, k, dtype=SINGLE)
+                y = decode(encode(x, d), d, s)
+                finite(**named("gradient of", y, y.float().sum(), x=x, weight=s))
+    with case("plan of 1000 experts"): expert_plan(torch.randint(-1, 1000, (3000, 8), device="cuda"), 1000, 128)
 
 def blocksparse():
-    C = [300, 0, 129, 1]
-    e = torch.repeat_interleave(torch.arange(4), torch.tensor(C))[torch.randperm(430)][:, None]
+    from moe_lab.core.types import dispatch
+    from moe_lab.experts.blocksparse import blocksparse_mlp
+    e = torch.repeat_interleave(torch.arange(4), torch.tensor([300, 0, 129, 1]))[torch.randperm(430)][:, None]
     for block, dtype, D, F in ((128, BF, 136, 256), (64, BF, 72, 64), (256, HALF, 256, 256), (128, SINGLE, 40, 128), (128, BF, 65, 96)):
-        d = dispatch(e.to(DEV), 4)
-        a = rand(430, D, dtype=dtype), rand(430, 1, dtype=dtype), rand(4, 2 * F, D, dtype=dtype, scale=D**-.5), rand(4, D, F, dtype=dtype, scale=F**-.5)
-        for sync in (True, False):
-            y = blocksparse_mlp(a[0], d, *a[1:], block=block, sync=sync)
-            finite(f"block-sparse {block} D{D} F{F} {dtype} sync {sync}", y, *torch.autograd.grad(y.float().square().mean(), a))
-    m = torch.rand(5, 7, device=DEV) < .5
-    topo = topology_from_mask(m, 128)
-    x, w = torch.randn(640, 72, device=DEV, dtype=BF), torch.randn(72, 896, device=DEV, dtype=BF)
+        d = dispatch(e.cuda(), 4)
+        leaves = dict(x=rand(430, D, dtype=dtype), weight=rand(430, 1, dtype=dtype), up=rand(4, 2 * F, D, dtype=dtype, scale=D**-.5), down=rand(4, D, F, dtype=dtype, scale=F**-.5))
+        for loss in ("mean", "sum"):
+            for sync in (True, False):
+                with case(f"block {block} D{D} F{F} {dtype} sync {sync} {loss}") as finite:
+                    x, *rest = leaves.values()
+                    y = blocksparse_mlp(x, d, *rest, block=block, sync=sync)
+                    finite(**named("gradient of", y, getattr(y.float().square(), loss)(), **leaves))
+
+def products():
+    from moe_lab.experts import products as P, products_kernels as T
+    from moe_lab.experts.topology import topology_from_mask
+    topo = topology_from_mask(torch.rand(5, 7, device="cuda") < .5, 128)
+    x, w = (rand(*s, dtype=BF).detach() for s in ((640, 72), (72, 896)))
     s = P.sdd(x, w, topo)
-    P.dsd(s, w.t()); P.dsd(s.T, x); P.dds(x.t(), s); P.dds(w, s.T)
-    T.sdd(x, w[None], topo.indices, 128, 0, T.default_tiles("sdd", x.dtype, 128, 128)); t = T.default_tiles("dsd", x.dtype, 128, 72)
+    for name, f in dict(sdd=lambda: s.data, dsd=lambda: P.dsd(s, w.t()), dsd_t=lambda: P.dsd(s.T, x), dds=lambda: P.dds(x.t(), s), dds_t=lambda: P.dds(w, s.T)).items():
+        with case(name) as finite: finite(y=f())
+    t = T.default_tiles("dsd", x.dtype, 128, 72)
+    with case("plain sdd") as finite: finite(y=T.sdd(x, w[None], topo.indices, 128, 0, T.default_tiles("sdd", x.dtype, 128, 128)))
     for tr, b in ((False, w.t()), (True, x)):
-        T.dsd(s.data, b[None], topo.indices, 0, tr, 0, t); T.dsd(s.data, b[None], topo.indices, 0, tr, 1, t)
+        for stack in (0, 1):
+            with case(f"plain dsd, transposed {tr}, stack {stack}") as finite: finite(y=T.dsd(s.data, b[None], topo.indices, 0, tr, stack, t))
+
+def steps():
+    from moe_lab.experts.decode import decode_experts, decode_gate
+    from moe_lab.inference.step import FusedStep, fits
+    from moe_lab.models.gpt import GPT, GPTConfig, KVCache
+    for T, D, F, E, k, act, dtype in ((1, 7, 5, 1, 1, "relu2", SINGLE), (1, 40, 33, 130, 8, "swiglu", HALF), (33, 24, 17, 6, 2, "swiglu_oai", BF), (16, 256, 300, 64, 4, "geglu", BF)):
+        with case(f"decode T{T} D{D} F{F} E{E} k{k} {dtype}") as finite, torch.no_grad():
+            x, h = rand(T, D, dtype=dtype), 1 if act == "relu2" else 2
+            plan = decode_gate(x, rand(E, D, dtype=dtype, scale=D**-.5), k)
+            finite(weight=plan.weight, y=decode_experts(x, plan, rand(E, h * F, D, dtype=dtype, scale=D**-.5), rand(E, D, F, dtype=dtype, scale=F**-.5), act))
+    for B, heads, kv in ((1, 4, 4), (5, 4, 2)):
+        with case(f"six kernels a layer, batch {B}, {heads} heads, {kv} of keys") as finite, torch.no_grad():
+            model = GPT(GPTConfig(101, 128, 2, heads, 80, experts=(0, 5), top_k=2, num_kv_heads=kv)).to("cuda", BF)
+            assert fits(model, B)
+            step = FusedStep(model, KVCache(model.config, B, 70, "cuda", BF))
+            for _ in range(66): y = step(torch.randint(101, (B,), device="cuda"))
+            finite(logits=y)
+
+def compress():
+    from moe_lab.hybrid_ep.compress import AdamW, decode, encode, step_and_select
+    for E, n, k in ((3, 1000, 37), (1, 1, 1), (2, 5000, 5000), (2, 33, 0)):
+        with case(f"compress E{E} n{n} k{k}") as finite, torch.no_grad():
+            w, g, m, v = (rand(E, n, dtype=SINGLE).detach().abs() for _ in range(4))
+            finite(whole=decode(encode(w, w[0], k), w[0]))
+            if k: value, _, _ = step_and_select(w, g, m, v, w[0].clone(), torch.full((E,), 1., device="cuda"), k, AdamW(1e-3, (.9, .99), 1e-8, .1, 1)); finite(w=w, m=m, v=v, value=value)
+
+GROUPS = dict(grouped_plain=lambda: grouped({}), grouped_hopper=lambda: grouped(dict(up=0, dh=0, down=0, dx=0, dw=0)), routing=routing, blocksparse=blocksparse, products=products, steps=steps, compress=compress)
+
+# --- the tool -------------------------------------------------------------------------------------------------------
+
+def find_tool():
+    "compute-sanitizer on the path, of a toolkit, or out of NVIDIA's wheel."
+    if found := shutil.which("compute-sanitizer"): return found
+    places = ["/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", *(f"{p}/nvidia/**" for p in sys.path if p)]
+    return next((f for p in places for f in sorted(glob.glob(f"{p}/compute-sanitizer", recursive=True), reverse=True) if os.path.isfile(f) and os.access(f, os.X_OK)), None)
+
+def run_all(how, command, seconds, report):
+    "All groups at once, each a process; what one says goes to sanitize.txt, its summary to the report."
+    start, running = time.monotonic(), {}
+    for g in GROUPS:
+        out = tempfile.TemporaryFile("w+", errors="replace")
+        env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if how != "plain" else {})      # a tensor is an allocation: one past its end is seen
+        running[g] = subprocess.Popen([*command, sys.executable, __file__, "--group", g], stdout=out, stderr=subprocess.STDOUT, env=env), out
+    rows = report[how] = {}
+    for g, (p, out) in running.items():
+        try: code = p.wait(max(.1, seconds - (time.monotonic() - start)))
+        except subprocess.TimeoutExpired: p.kill(); p.wait(); code = None
+        out.seek(0)
+        text = out.read()
+        with open(OUT / "sanitize.txt", "a") as log: log.write(f"##### {how} {g}\n{text[:200_000]}\n")
+        cases = re.findall(r"^cases: (.*)$", text, re.M)
+        rows[g] = dict(ended=code, summary=(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text) or [None])[-1], finite=len(re.findall(": finite$", text, re.M)),
+                       cases=cases[-1] if cases else "did not come to the end", findings=re.findall(r"========= (?:Invalid|Error|Warning|Race|Program hit).*", text)[:20])
+        print(f"[{time.monotonic() - start:5.1f} s] {how} {g}: {rows[g]}", flush=True)
+        (OUT / "sanitize.json").write_text(json.dumps(report, indent=1))
+
+def main(seconds):
+    import torch
+    tool = find_tool()
+    report = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=__import__("triton").__version__, tool=tool,
+                  version=subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1:] if tool else "compute-sanitizer is not installed")
+    print(report, flush=True)
+    run_all("plain", [], seconds, report)                            # kernels are compiled here, not under the tool
+    if tool:
+        run_all("memcheck", [tool, "--tool", "memcheck", "--print-limit", "20"], seconds, report)
+        run_all("racecheck", [tool, "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "20"], seconds, report)
+    lines = [f"{how} {g}: {r['summary'] or ''} {r['cases']}" for how in ("plain", "memcheck", "racecheck") for g, r in report.get(how, {}).items()]
+    (OUT / "summary.txt").write_text("\n".join([str(report["version"]), *lines]) + "\n")
+    print(*lines, "end", sep="\n", flush=True)
 
 if __name__ == "__main__":
-    for hopper in ({}, dict(dh=0, down=0, dx=0, dw=0)):      # plain kernels, then all of Hopper's
-        grouped_kernels.HOPPER.clear(); grouped_kernels.HOPPER.update(hopper)
-        grouped()
-    routing(); blocksparse()
-    torch.cuda.synchronize()
-    print("not finite:", bad or "none", flush=True)
+    if sys.argv[1:2] == ["--group"]:
+        tensors()
+        GROUPS[sys.argv[2]]()
+        print(f"cases: all finite" if not bad else f"cases: {len(bad)} wrong: " + " | ".join(bad), flush=True)
+    else: main(float(sys.argv[1]) if sys.argv[1:] else 100.)
