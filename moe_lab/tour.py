@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SNIPPET', 'HEAD', 'RATES', 'variants', 'recipe', 'Probe', 'busy', 'uneven', 'Row', 'measure', 'text_table',
-           'study_jobs', 'study_run', 'summary', 'stored_study', 'draw', 'tour']
+           'study_jobs', 'study_run', 'summary', 'stored_study', 'trained', 'read_sentence', 'draw', 'tour']
 
 # %% ../nbs/92_tour.ipynb #0c8d6b19
 import json, os, statistics, sys, time
@@ -13,11 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from .core.backend import find_device
+from .core.types import Routing, dispatch
 from .models.corpus import KINDS, Corpus, Windows, load_corpus, token_kinds
 from .models.gpt import GPT, GPTConfig, num_params
 from .models.train import TrainConfig, evaluate, fit, load_run
+from .routing.capacity import capacity_for
 
 # %% ../nbs/92_tour.ipynb #da35393c
 def variants(vocab_size: int = 1024) -> dict[str, GPTConfig]:
@@ -148,6 +151,20 @@ def stored_study() -> dict | None:
     "The study that was run once: {'where': ..., 'runs': [...]}; None before it has been."
     f = files("moe_lab") / "data" / "tour_study.json"
     return json.loads(f.read_text()) if f.is_file() else None
+
+# %% ../nbs/92_tour.ipynb #6a670e18
+def trained() -> tuple[GPT, Tokenizer]:
+    "The top-1 model of a tour (1,000 steps, seed 0) and its tokenizer, as `load_run` gives those of a run of your own."
+    return load_run(files("moe_lab") / "data" / "tour")
+
+def read_sentence(model: GPT, tok: Tokenizer, text: str, most: int = 48) -> tuple[list[str], list[Routing], list[torch.Tensor]]:
+    "Tokens of `text`, the Routing of each layer with experts, and which choices found room there: what `viz.tour.sentence_map` draws."
+    ids = tok.encode(text).ids
+    if not 1 <= len(ids) <= most: raise ValueError(f"text must be 1 to {most} tokens long, got {len(ids)}")
+    with torch.no_grad(): routings = [a.routing for a in model(torch.tensor([ids]))[1] if a is not None]
+    if not routings: raise ValueError("model must have experts, got a dense one")
+    kept = [dispatch(r.expert, r.num_experts, capacity_for(r, model.config.capacity_factor)).kept for r in routings]
+    return [tok.decode([i]) for i in ids], routings, kept
 
 # %% ../nbs/92_tour.ipynb #2bfc5c99
 def _study_table(study):

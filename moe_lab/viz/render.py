@@ -6,7 +6,7 @@
 __all__ = ['template', 'bundle', 'show', 'sweep', 'live']
 
 # %% ../../nbs/viz/01_render.ipynb #20a8e18c
-import json, re
+import inspect, json, re
 from html import escape
 
 import plotly.graph_objects as go
@@ -68,26 +68,29 @@ def sweep(make, # make(value) -> go.Figure; equally many traces each time
         sliders=[dict(active=start, currentvalue=dict(prefix=f"{label}: "), pad=dict(t=40), steps=steps)])
 
 # %% ../../nbs/viz/01_render.ipynb #a9bd497f
-def _control(name, v):
-    "The ipywidget for one parameter."
+def _control(name, v, start):
+    "The ipywidget for one parameter, at `start` unless that is `inspect.Parameter.empty`."
     import ipywidgets as w
-    style = dict(description=name, style=dict(description_width="initial"), layout=dict(width="22em"))
-    if isinstance(v, list): return w.Dropdown(options=v, **style)
+    style = dict(description=name.replace("_", " "), style=dict(description_width="initial"), layout=dict(width="22em"))
+    first = lambda otherwise: otherwise if start is inspect.Parameter.empty else start
+    if isinstance(v, str): return w.Text(value=v, continuous_update=False, **style)
+    if isinstance(v, list): return w.Dropdown(options=v, value=first(v[0]), **style)
     if not (isinstance(v, tuple) and len(v) == 3 and v[0] < v[1] and v[2] > 0):
-        raise ValueError(f"{name} must be a list of choices or a tuple (least, most, step), got {v!r}")
+        raise ValueError(f"{name} must be a text, a list of choices or a tuple (least, most, step), got {v!r}")
     slider = w.IntSlider if all(isinstance(x, int) for x in v) else w.FloatSlider
-    return slider(min=v[0], max=v[1], step=v[2], value=v[0], continuous_update=False, **style)
+    return slider(min=v[0], max=v[1], step=v[2], value=first(v[0]), continuous_update=False, **style)
 
 # %% ../../nbs/viz/01_render.ipynb #1d2540fb
 def live(make, # make(**values) -> go.Figure
-         **parameters, # name=(least, most, step) for a slider, name=[choices] for a list
+         **parameters, # name=(least, most, step) for a slider, name=[choices] for a list, name="text" to type over
         ):
     """Controls and the figure of `make` at their values: a widget that needs a kernel, so keep it out of stored outputs (`#| eval: false`).
 
-    A ValueError of `make` (two sliders that do not go together) is shown in place of the figure.
+    Sliders and lists start at the defaults of `make`, else at the least and the first. A ValueError of `make` (two sliders that do not go together) is shown in place of the figure.
     """
     import ipywidgets as w
-    controls, out = {n: _control(n, v) for n, v in parameters.items()}, w.Output()
+    defaults = {n: p.default for n, p in inspect.signature(make).parameters.items()}
+    controls, out = {n: _control(n, v, defaults.get(n, inspect.Parameter.empty)) for n, v in parameters.items()}, w.Output()
     def draw(_=None):
         try: data = bundle(make(**{n: c.value for n, c in controls.items()}), "live", "A live figure")
         except ValueError as e: data = {"text/plain": str(e)}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLORS', 'loss_curves', 'imbalance', 'load_curves', 'show_token', 'routing_map', 'kinds_map', 'coloured_text',
-           'table', 'page']
+           'sentence_map', 'table', 'page']
 
 # %% ../../nbs/viz/03_tour.ipynb #8c46eaf9
 from html import escape
@@ -12,7 +12,10 @@ from html import escape
 import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+from torch import Tensor
 
+from ..core.types import Routing
 from .render import sweep, template
 
 # %% ../../nbs/viz/03_tour.ipynb #7ff3617d
@@ -122,6 +125,34 @@ def coloured_text(tokens: list[str], experts: list[list[int]]) -> str: # HTML; e
         out.append(f'<input type="radio" name="layer" id="layer{l}"{" checked" * (l == len(experts) - 1)}><label for="layer{l}">MoE layer {l + 1}</label><pre>{spans}</pre>')
     key = " ".join(f'<span class="e{e % len(COLORS)}">&nbsp;{e}&nbsp;</span>' for e in sorted({e for row in experts for e in row}))
     return f'<div class="coloured">{"".join(out)}<p>experts {key}</p></div>'
+
+# %% ../../nbs/viz/03_tour.ipynb #35014de2
+def sentence_map(tokens: list[str], # (T), T >= 1
+                 routings: list[Routing], # of each MoE layer
+                 kept: list[Tensor], # (T,k) bool of each layer: the choices that found room
+                ) -> go.Figure:
+    "First choices of a sentence as it is read, at most 8 experts; slider over its tokens."
+    if any(r.num_tokens != len(tokens) for r in routings) or not tokens: raise ValueError(f"tokens must be those of the routings, at least one, got {len(tokens)}")
+    E, T, names = routings[0].num_experts, len(tokens), [f"MoE layer {l + 1}" for l in range(len(routings))]
+    first, x, shown = [r.expert[:, 0].tolist() for r in routings], list(range(T)), [show_token(t) for t in tokens]
+    full = [[t for t in x if not k[t, 0]] for k in kept]
+    steps = [v for e in range(E) for v in ((e / E, COLORS[e]), ((e + 1) / E, COLORS[e]))]
+    def make(now):
+        fig = make_subplots(2, 1, row_heights=[.4, .6], vertical_spacing=.32)
+        fig.add_heatmap(x=x, y=names, z=[[e if t <= now else None for t, e in enumerate(f)] for f in first], text=[[f"{e}" if t <= now and t not in lost else "" for t, e in enumerate(f)] for f, lost in zip(first, full)],
+                        texttemplate="%{text}", textfont=dict(color="white", size=10), zmin=-.5, zmax=E - .5, colorscale=steps, showscale=False, xgap=1, ygap=2, hoverongaps=False,
+                        customdata=[shown] * len(first), hovertemplate="%{customdata}: expert %{z}<extra></extra>", row=1, col=1)
+        fig.add_scatter(x=[t for f in full for t in f if t <= now], y=[n for n, f in zip(names, full) for t in f if t <= now], mode="markers", showlegend=False, hoverinfo="skip",
+                        marker=dict(symbol="x-thin", size=12, line=dict(width=2, color="black")), row=1, col=1)
+        for l, r in enumerate(routings):
+            fig.add_bar(x=list(range(E)), y=[round(p, 2) for p in r.probs[now].tolist()], name=names[l], marker=dict(color=("#0072B2", "#E69F00", "#009E73", "#CC79A7")[l % 4]),
+                        hovertemplate="expert %{x}: %{y}<extra></extra>", row=2, col=1)
+        fig.update_xaxes(tickvals=x, ticktext=shown, tickangle=-90, tickfont=dict(family="monospace", size=10), range=[-.5, T - .5], showgrid=False, row=1, col=1)
+        fig.update_yaxes(autorange="reversed", showgrid=False, row=1, col=1).update_yaxes(title="probability", range=[0, 1], row=2, col=1)
+        fig.update_xaxes(title="expert", dtick=1, row=2, col=1)
+        where = ", then ".join(f"{f[now]}{' (full)' if now in lost else ''}" for f, lost in zip(first, full))
+        return fig.update_layout(title=f"“{shown[now]}” goes to expert {where}", height=520, barmode="group")
+    return sweep(make, "token", {f"{t + 1}": t for t in x}, start=T - 1)
 
 # %% ../../nbs/viz/03_tour.ipynb #e9c42467
 _css = """
