@@ -32,7 +32,7 @@ SCALES = {
     "cpu": Scale(GPTConfig(1024, d_model=96, num_layers=4, num_heads=4, d_hidden=384, activation="gelu"),
                  TrainConfig(steps=300, eval_every=100), experts=8),
     "gpu": Scale(GPTConfig(4096, d_model=256, num_layers=8, num_heads=8, d_hidden=1024, activation="gelu"),
-                 TrainConfig(steps=1000, batch_size=32, context=256, lr=2e-3, warmup=100, eval_every=250, save_every=500), experts=16),
+                 TrainConfig(steps=500, batch_size=32, context=256, lr=2e-3, warmup=50, eval_every=125, save_every=500), experts=16),
 }
 
 # %% ../../nbs/models/07_ablations.ipynb #3dfae2ee
