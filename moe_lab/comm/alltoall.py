@@ -147,13 +147,23 @@ def cost(algo: str, # 'linear', '2dh' or 'hierarchical'
     return sum(n - 1 for n in levels), size * sum((n - 1) / n for n in levels)
 
 # %% ../../nbs/comm/01_alltoall.ipynb #96d769a1
+class _Moved(torch.autograd.Function):
+    "Blocks of rows in another order. Gradients move back: a gather as well, nothing is added up."
+    @staticmethod
+    def forward(ctx, x, counts, src, dst):
+        ctx.back = counts.movedim(src, dst), dst, src
+        moved, flat = lambda t: t.view(counts.shape).movedim(src, dst).flatten(), counts.flatten()
+        start, size = moved(flat.cumsum(0) - flat), moved(flat)
+        shift, size = torch.stack([start - size.cumsum(0) + size, size]).to(x.device)      # short: copied without a wait for the device
+        return x.index_select(0, torch.arange(len(x), device=x.device) + shift.repeat_interleave(size, output_size=len(x)))
+
+    @staticmethod
+    def backward(ctx, dy): return move_blocks(dy, *ctx.back)[0], None, None, None
+
+
 def move_blocks(x, counts, src, dst):
-    "The rows of x lie in blocks whose lengths are the table `counts`; the same rows with axis `src` of the table moved to `dst`."
-    if src == dst: return x, counts
-    moved, flat = lambda t: t.view(counts.shape).movedim(src, dst).flatten(), counts.flatten()
-    start, size = moved(flat.cumsum(0) - flat), moved(flat)
-    index = torch.arange(len(x)) + (start - size.cumsum(0) + size).repeat_interleave(size)
-    return x.index_select(0, index.to(x.device)), counts.movedim(src, dst)
+    "The rows of x lie in blocks whose lengths are the table `counts` (on the CPU); the same rows with axis `src` of the table moved to `dst`."
+    return (x, counts) if src == dst else (_Moved.apply(x, counts, src, dst), counts.movedim(src, dst))
 
 
 def _hierarchical_v(x, send, grid):
