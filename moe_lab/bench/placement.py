@@ -41,16 +41,18 @@ def held_out(seed: int, num_experts: int, ranks: int, tokens: int, cost) -> tupl
     return kind, counts, p
 
 # %% ../../nbs/bench/08_placement.ipynb #da0f755d
-def run_steps(d_model, d_hidden, num_experts, tokens, cases, repeats):
-    "Profile, then predict and measure each case."
+def run_steps(d_model, d_hidden, num_experts, tokens, cases, repeats, rounds=3):
+    "Profile and predict; then measure all cases, several times over, so that a machine's mood does not fall on one of them."
     g = grid()
     p = measure(g, d_model, d_hidden, num_experts, tokens, repeats)
-    cost, sizes = p.cost(), dict(ranks=g.size, D=d_model, F=d_hidden, E=num_experts, T=tokens)
+    cost, sizes, times = p.cost(), dict(ranks=g.size, D=d_model, F=d_hidden, E=num_experts, T=tokens), [[] for _ in range(cases)]
     yield dict(what="constants", **sizes), asdict(p)
-    for seed in range(cases):
-        kind, counts, placement = held_out(seed, num_experts, g.size, tokens, cost)
-        predicted, measured = step_seconds(cost, counts, placement), step_time(g, placement, counts, d_model, d_hidden, repeats)
-        yield dict(what="step", seed=seed, kind=kind, **sizes), dict(predicted=predicted, measured=measured, error=predicted / measured - 1)
+    for _ in range(rounds):
+        for seed, t in enumerate(times):
+            kind, counts, placement = held_out(seed, num_experts, g.size, tokens, cost)
+            predicted = step_seconds(cost, counts, placement)
+            t.append(step_time(g, placement, counts, d_model, d_hidden, repeats))
+            yield dict(what="step", seed=seed, kind=kind, **sizes), dict(predicted=predicted, measured=median(t), error=predicted / median(t) - 1, spread=(max(t) - min(t)) / median(t))
 
 # %% ../../nbs/bench/08_placement.ipynb #73a6c4e3
 def swapped(p: Placement, copies: int) -> Placement:
@@ -68,7 +70,7 @@ def run_moves(d_model, d_hidden, num_experts, tokens, copies, repeats):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     start = Placement.expert_parallel(num_experts, g.size)
     for n in copies:
-        moe = MoE(d_model, d_hidden, num_experts, 2, exchange=Placed(g, start)).to(device, dtype)
+        with device: moe = MoE(d_model, d_hidden, num_experts, 2, exchange=Placed(g, start)).to(dtype)
         opt, x, other = torch.optim.AdamW(moe.parameters(), fused=True), torch.randn(tokens, d_model, device=device, dtype=dtype), swapped(start, n)
         turn = lambda: move(moe, opt, [start if moe.exchange.placement.slots.equal(other.slots) else other], 0)
         def step():
@@ -108,12 +110,12 @@ def _losses(moving, dtype, products, D=64, E=6):
     return out
 
 # %% ../../nbs/bench/08_placement.ipynb #edad1931
-def errors(rows: list[dict]) -> dict: # mean and median of |error|, bias, spread, worst
+def errors(rows: list[dict]) -> dict: # mean and median of |error|, bias, spread, worst; `again`: mean range of one case's own times
     "How far predictions were off, as shares of what was measured."
     e = [r["error"] for r in rows if r["case"].get("what") == "step" and "error" in r]
     if not e: raise ValueError("rows hold no predicted step")
-    size = [abs(x) for x in e]
-    return dict(n=len(e), mean=mean(size), median=median(size), bias=mean(e), spread=stdev(e) if len(e) > 1 else 0., worst=max(size))
+    size, again = [abs(x) for x in e], [r["spread"] for r in rows if "spread" in r]
+    return dict(n=len(e), mean=mean(size), median=median(size), bias=mean(e), spread=stdev(e) if len(e) > 1 else 0., worst=max(size), again=mean(again) if again else 0.)
 
 
 def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False):
@@ -123,15 +125,15 @@ def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False):
     if W < 2: raise ValueError(f"the placement benchmark needs at least 2 GPUs in one host, found {W}")
     report = Report("placement", out, machine(device))
     moves = (16, 32, 4, 32, (1,), 1) if quick else (2048, 4096, 16, 16384, (1, 2, 4), 9) if cuda else (256, 512, 8, 1024, (1, 2), 5)
-    shapes = [(16, 32, 4, 64)] if quick else [(2048, 4096, 16, 16384), (4096, 2048, 32, 16384)] if cuda else [(256, 512, 8, 2048)]
+    shapes = [(16, 32, 4, 64)] if quick else [(2048, 4096, 16, 65536), (4096, 2048, 32, 32768), (2048, 4096, 16, 16384)] if cuda else [(256, 512, 8, 2048)]
     same = [("float64", "grouped")] + [("bfloat16", p) for p in ("grouped", "padded", "block-sparse") if cuda]
     with Pool(W, timeout=120, backend="nccl" if cuda else "gloo") as pool:
         section(report, "same losses", run_same, same, pool=pool, seconds=60)
         for D, F, E, T in shapes:
-            section(report, f"D={D} F={F} E={E} T={T}", run_steps, D, F, E, T, 3 if quick else 24, 1 if quick else 9, pool=pool, seconds=150)
+            section(report, f"D={D} F={F} E={E} T={T}", run_steps, D, F, E, T, 3 if quick else 24, 1 if quick else 5, pool=pool, seconds=80 if cuda else 150)
         section(report, "moves", run_moves, *moves, pool=pool, seconds=100)
-    for kind in ("plain", "FlexMoE", "random"):
-        if rows := [r for r in report.rows if r["case"].get("kind") == kind]: print(kind, *(f"{k} {v:.3f}" for k, v in errors(rows).items()))
+    for D, F, E, T in shapes:
+        if rows := [r for r in report.rows if r["case"].get("what") == "step" and (r["case"]["D"], r["case"]["T"]) == (D, T)]: print(f"D={D} F={F} E={E} T={T}", *(f"{k} {v:.3f}" for k, v in errors(rows).items()))
 
 # %% ../../nbs/bench/08_placement.ipynb #6a966b85
 if __name__ == "__main__" and "__file__" in globals(): script("placement")

@@ -22,7 +22,8 @@ class Cost:
     `tokens_per_second` (G,) or a number: expert tokens a device computes, forward and backward together;
     `token_bytes` a token's row on the wire [B]; `expert_bytes` an expert's gradients [B]; `sends` token rows sent for each
     routed token (2 all-to-alls forward, 2 backward); `sync_bandwidth` [B/s] of a ring of replicas where it was measured apart
-    (FlexMoE's BPS; None: the links'); `fixed` [s]: what a step takes wherever experts live.
+    (FlexMoE's BPS; None: the links'); `fixed` [s]: what a step takes wherever experts live; `copy_seconds` [s]: what one more
+    expert on a device costs it whatever its tokens (weights read, gradients written).
     """
     cluster: Cluster
     tokens_per_second: np.ndarray | float
@@ -31,6 +32,7 @@ class Cost:
     sends: float = 4.
     sync_bandwidth: float | None = None
     fixed: float = 0.
+    copy_seconds: float = 0.
     tps: np.ndarray = field(init=False, repr=False)
     bandwidth: tuple = field(init=False, repr=False)
 
@@ -38,7 +40,7 @@ class Cost:
         G = self.cluster.num_devices
         tps = np.broadcast_to(np.asarray(self.tokens_per_second, float), (G,)).copy()
         if not (np.isfinite(tps).all() and (tps > 0).all()): raise ValueError(f"tokens_per_second must be finite and > 0 for each of {G} devices")
-        for name in ("token_bytes", "expert_bytes", "sends", "fixed"):
+        for name in ("token_bytes", "expert_bytes", "sends", "fixed", "copy_seconds"):
             v = getattr(self, name)
             if not (v >= 0 and math.isfinite(v)): raise ValueError(f"{name} must be finite and >= 0, got {v}")
         if not (self.sync_bandwidth is None or self.sync_bandwidth > 0): raise ValueError(f"sync_bandwidth must be > 0 or None, got {self.sync_bandwidth}")
@@ -70,7 +72,7 @@ def _parts(cost, counts, slots):
     local = np.minimum(counts, quota)
     left, free = counts - local, quota - local
     share = free / np.maximum(free.sum(1, keepdims=True), 1e-300)
-    yield quota / cost.tps
+    yield quota / cost.tps + (cost.copy_seconds * (slots > 0) if cost.copy_seconds else 0.)
     yield _sync(cost, slots > 0)
     wide_left, wide_share = _near(left, cost.cluster, -1), _near(share, cost.cluster, -1)
     for l, bw in enumerate(cost.bandwidth):

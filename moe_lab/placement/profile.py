@@ -42,18 +42,22 @@ def seconds(f, repeats: int = 5, slowest: bool = True) -> float: # [s]
 def _dtype(): return torch.bfloat16 if rank_device().type == "cuda" else torch.float32
 
 
+def _products(d_model, d_hidden, num_experts, rows, repeats):
+    "Seconds of this rank's experts on so many rows, forward and backward, while all ranks do the same."
+    with rank_device(): experts = Experts(d_model, d_hidden, num_experts).to(_dtype())
+    n = rows // num_experts * num_experts
+    x, counts = torch.randn(n, d_model, device=rank_device(), dtype=_dtype(), requires_grad=True), torch.tensor([rows // num_experts] * num_experts)
+    def f():
+        experts.zero_grad()
+        compute(experts, x, counts).backward(x.detach())
+    return seconds(f, repeats, slowest=False), n
+
+
 def compute_rate(d_model: int, d_hidden: int, num_experts: int, # experts of a rank
-                 rows: int, repeats: int = 5) -> float: # [rows/s]
-    "Rows that this rank's experts compute in a second, forward and backward, while all ranks do."
-    experts = Experts(d_model, d_hidden, num_experts).to(rank_device(), _dtype())
-    def both(n):
-        x, counts = torch.randn(n, d_model, device=rank_device(), dtype=_dtype(), requires_grad=True), torch.tensor([n // num_experts] * num_experts)
-        def f():
-            experts.zero_grad()
-            compute(experts, x, counts).backward(x.detach())
-        return seconds(f, repeats, slowest=False)
-    few, many = (n - n % num_experts for n in (rows // 4, rows))
-    return (many - few) / max(both(many) - both(few), 1e-9)
+                 rows: int, repeats: int = 5) -> tuple[float, float]: # rows/s; seconds that one more expert takes for the same rows
+    "What this rank's experts compute, forward and backward: slopes in rows and in experts."
+    (few, a), (many, b), (wide, _) = (_products(d_model, d_hidden, e, r, repeats) for e, r in ((num_experts, rows // 4), (num_experts, rows), (2 * num_experts, rows)))
+    return (b - a) / max(many - few, 1e-9), max(wide - many, 0.) / num_experts
 
 
 def link_rate(g: Grid, level: int, d_model: int, rows: int, sends: float = 4., repeats: int = 5) -> float: # [B/s]
@@ -71,11 +75,16 @@ def link_rate(g: Grid, level: int, d_model: int, rows: int, sends: float = 4., r
     return sends * crossing / max(send(peers) - send([me]), 1e-9)
 
 
-def sync_rate(g: Grid, nbytes: int, repeats: int = 5) -> float: # [B/s]
-    "Bandwidth that a ring all-reduce of gradients reaches over all ranks."
-    n, a, b = g.size, nbytes // 4 // 8, nbytes // 4
-    t = [seconds(lambda x=torch.zeros(k, device=rank_device()): dist.all_reduce(x, group=g.flat), repeats) for k in (a, b)]
-    return 2 * (n - 1) / n * (b - a) * 4 / max(t[1] - t[0], 1e-9)
+def sync_rate(g: Grid, d_model: int, d_hidden: int, experts: int, # with a copy on every rank, >= 2
+              repeats: int = 5) -> float: # [B/s]
+    "Bandwidth of a ring at which copies join their gradients, gathered and put back as the layer does."
+    def join(n):
+        ex = Placed(g, Placement(torch.ones(n, g.size, dtype=torch.int64)))
+        with rank_device(): here = ex.experts(d_model, d_hidden, n).to(_dtype())
+        for p in here.parameters(): p.grad = torch.zeros_like(p)
+        return seconds(lambda: ex.join_replicas(here), repeats)
+    n, few = g.size, max(1, experts // 4)
+    return 2 * (n - 1) / n * (experts - few) * 3 * d_model * d_hidden * _dtype().itemsize / max(join(experts) - join(few), 1e-9)
 
 # %% ../../nbs/placement/06b_profile.ipynb #4fc2399b
 def step_time(g: Grid, placement: Placement,
@@ -83,7 +92,7 @@ def step_time(g: Grid, placement: Placement,
               d_model: int, d_hidden: int, repeats: int = 5) -> float: # [s]
     "Measured time of the experts of one layer, forward, backward and sums of copies: what `step_seconds` predicts."
     ex, E = Placed(g, placement), placement.num_experts
-    experts = ex.experts(d_model, d_hidden, E).to(rank_device(), _dtype())
+    with rank_device(): experts = ex.experts(d_model, d_hidden, E).to(_dtype())
     expert = torch.arange(E).repeat_interleave(torch.from_numpy(np.asarray(counts)[g.rank]))
     expert = expert[torch.randperm(len(expert), generator=torch.Generator().manual_seed(g.rank))][:, None].to(rank_device())
     score = torch.zeros(len(expert), E, device=rank_device())
@@ -109,6 +118,7 @@ class Profile:
     tokens_per_second: list
     sync_bandwidth: float
     fixed: float
+    copy_seconds: float = 0.
 
     def cost(self) -> Cost:
         "The cost model of this machine."
@@ -119,7 +129,7 @@ class Profile:
         rate = 18 * self.d_model * self.d_hidden * float(np.mean(self.tokens_per_second))
         device = Device(self.machine, flops=rate, bandwidth=1., memory=1.)              # placement asks for neither
         return Cost(Cluster(levels, device, f"{self.backend} ranks on {self.machine}"), np.array(self.tokens_per_second), self.d_model * width, params * width,
-                    sync_bandwidth=self.sync_bandwidth, fixed=self.fixed)
+                    sync_bandwidth=self.sync_bandwidth, fixed=self.fixed, copy_seconds=self.copy_seconds)
 
     def save(self, path): Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
     @classmethod
@@ -136,18 +146,27 @@ def measure(g: Grid, d_model: int, d_hidden: int,
             tokens: int, # of each rank
             repeats: int = 5) -> Profile:
     "All constants, on the ranks of a grid. All of them call this."
-    rate = torch.tensor([compute_rate(d_model, d_hidden, max(1, experts // g.size), 2 * tokens, repeats)], dtype=torch.float64, device=rank_device())
+    rate = torch.tensor(compute_rate(d_model, d_hidden, max(1, experts // g.size), 2 * tokens, repeats), dtype=torch.float64, device=rank_device())
     rates = [torch.zeros_like(rate) for _ in range(g.size)]
     dist.all_gather(rates, rate, group=g.flat)
+    rates = torch.stack(rates).tolist()
     levels = [[n, s, link_rate(g, l, d_model, tokens, repeats=repeats) if s > 1 else 1e12] for l, (n, s) in enumerate(zip(g.names, g.sizes))]
-    sync = sync_rate(g, 3 * d_model * d_hidden * _dtype().itemsize, repeats) if g.size > 1 else 1e12
+    sync = sync_rate(g, d_model, d_hidden, max(2, experts // g.size), repeats) if g.size > 1 else 1e12
     cuda = rank_device().type == "cuda"
     p = Profile(torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores", dist.get_backend(g.flat), str(_dtype()).removeprefix("torch."),
-                d_model, d_hidden, experts, tokens, levels, [r.item() for r in rates], sync, 0.)
-    even = Placement.expert_parallel(experts, g.size)
-    counts = np.full((g.size, experts), tokens // experts)
-    rest = step_time(g, even, counts, d_model, d_hidden, repeats) - step_seconds(p.cost(), counts, even)
-    return Profile(**asdict(p) | dict(fixed=max(0., rest)))
+                d_model, d_hidden, experts, tokens, levels, [r for r, _ in rates], sync, 0., float(np.mean([c for _, c in rates])))
+    rest = [step_time(g, place, counts, d_model, d_hidden, repeats) - step_seconds(p.cost(), counts, place) for place, counts in _whole_steps(experts, g.size, tokens)]
+    return Profile(**asdict(p) | dict(fixed=max(0., median(rest))))
+
+
+def _whole_steps(E, W, tokens):
+    "Even loads, then skewed ones; experts at home, then with copies on other ranks."
+    rng, home = np.random.default_rng(2304), Placement.expert_parallel(E, W)
+    for i in range(7):
+        load = np.full(E, 1 / E) if i == 0 else rng.dirichlet(np.full(E, 1. + i))
+        extra = torch.zeros_like(home.slots)
+        if i % 2: extra[rng.permutation(E)[:E // 2], rng.integers(0, W, E // 2)] = 1
+        yield Placement(home.slots + extra), np.full((W, E), tokens // E) if i == 0 else rng.multinomial(tokens, load, size=W)
 
 # %% ../../nbs/placement/06b_profile.ipynb #65b530e5
 def profile(ranks: int = 2, # rank processes, or GPUs
@@ -173,7 +192,7 @@ def profile(ranks: int = 2, # rank processes, or GPUs
     print(f"{p.backend} on {p.machine}, {p.dtype}, D={d_model} F={d_hidden} E={experts}, {tokens} tokens a rank ({out})")
     print("tokens/s of each rank:  ", *[f"{t:.4g}" for t in p.tokens_per_second])
     for name, size, bandwidth in p.levels: print(f"{name + ' x' + str(size) + ', a device:':24s} {bandwidth / 1e9:.3g} GB/s")
-    print(f"ring of replicas:        {p.sync_bandwidth / 1e9:.3g} GB/s\nwherever experts live:   {1e3 * p.fixed:.3g} ms a step")
+    print(f"ring of replicas:        {p.sync_bandwidth / 1e9:.3g} GB/s\none more expert:         {1e3 * p.copy_seconds:.3g} ms\nwherever experts live:   {1e3 * p.fixed:.3g} ms a step")
 
 
 def _measure(d_model, d_hidden, experts, tokens): return measure(grid(), d_model, d_hidden, experts, tokens)
