@@ -40,9 +40,9 @@ def main():
     from moe_lab.hybrid_ep.curves import SCALES, arms
     done = json.loads(result.read_text())["runs"] if result.exists() else []
     have = {(o["arm"], o["seed"]) for o in done}
-    first = ["exact", "50x", "50x without shared"]                                    # the paper's own question before the others
-    names = sorted(arms(SCALES[SCALE]), key=lambda a: a not in first)
-    jobs = [(a, s) for part in (names[:3], names[3:]) for s in range(int(os.environ.get("SEEDS", 3))) for a in part if (a, s) not in have]
+    first = [["exact", "50x", "50x without shared"], ["10x", "10x without shared"], ["50x, experts start alike", "exact, experts start alike"]]
+    parts = [*first, [a for a in arms(SCALES[SCALE]) if a not in sum(first, [])]]     # the paper's own question before the others
+    jobs = [(a, s) for part in parts for s in range(int(os.environ.get("SEEDS", 3))) for a in part if a in arms(SCALES[SCALE]) and (a, s) not in have]
     where = f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else DEVICE}, PyTorch {torch.__version__}, text of Python 3.11"
     began, limit, workers, running = time.time(), float(os.environ.get("LIMIT", 60)), int(os.environ.get("JOBS", 9)), set()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=start, initargs=(repo, data)) as pool:

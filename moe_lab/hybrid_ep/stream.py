@@ -30,14 +30,21 @@ class Workload:
             if not (v >= 0 and math.isfinite(v)): raise ValueError(f"{n} must be finite and >= 0, got {v}")
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #f46d132a
+def _share(p):
+    "p, a number or tensor, if it lies in [0, 1]."
+    inside = (p >= 0) & (p <= 1) if isinstance(p, torch.Tensor) else 0 <= p <= 1
+    if not (inside.all() if isinstance(p, torch.Tensor) else inside): raise ValueError(f"p must be in [0, 1], got {p}")
+    return p
+
+
 def a2a_seconds(w: Workload, p): # p in [0, 1], a number or tensor
     "One all-to-all of tokens at share p [s] (eq. 3)."
-    return w.data * (w.gpus - 1) / (w.gpus * w.bandwidth) * p
+    return w.data * (w.gpus - 1) / (w.gpus * w.bandwidth) * _share(p)
 
 
 def gather_seconds(w: Workload, p): # p in [0, 1], a number or tensor
     "Gathering experts at share p [s] (eq. 4)."
-    return w.expert * (w.gpus - 1) / w.bandwidth * (1 - p)
+    return w.expert * (w.gpus - 1) / w.bandwidth * (1 - _share(p))
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #d96222a6
 def latency(w: Workload, p): # p in [0, 1], a number or tensor
@@ -88,18 +95,19 @@ def best_p_each(ws: list[Workload]) -> tuple[list[float], float]: # (p_i, latenc
 def training_latency(w: Workload, p, # share, a number
                      backward: float = 2., # time of the pre-expert layers' backward, in forward times
                      gradient: float = 1., # bytes of a gathered expert's gradient, in units of P_E
+                     mean: float = 0., # bytes that an all-reduce sends beside these gradients, whatever p: the shared expert's
                     ) -> float:
     "Forward and backward of the block at share p [s]; gradients of gathered experts go home by reduce-scatter."
-    back = replace(w, expert=w.expert * gradient, pre_expert=w.pre_expert * backward)
-    return latency(w, p) + latency(back, p)
+    home = gradient * gather_seconds(w, p) + mean / w.bandwidth
+    return latency(w, p) + max(backward * w.pre_expert, home) + 2 * a2a_seconds(w, p)
 
 
-def best_p_training(w: Workload, backward: float = 2., gradient: float = 1.) -> float:
+def best_p_training(w: Workload, backward: float = 2., gradient: float = 1., mean: float = 0.) -> float:
     "The share with the least forward + backward latency."
-    candidates = [0., 1.]
-    for e, t in ((w.expert, w.pre_expert), (w.expert * gradient, w.pre_expert * backward)):
-        if e * (w.gpus - 1) > 0: candidates.append(min(1., max(0., 1 - w.bandwidth * t / (e * (w.gpus - 1)))))
-    return min(candidates, key=lambda p: (training_latency(w, p, backward, gradient), p))
+    kinks, whole = [0., 1.], gather_seconds(w, 0.)
+    for times, hide in ((1., w.pre_expert), (gradient, backward * w.pre_expert - mean / w.bandwidth)):
+        if times * whole > 0: kinks.append(min(1., max(0., 1 - hide / (times * whole))))
+    return min(kinks, key=lambda p: (training_latency(w, p, backward, gradient, mean), p))
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #db9061b6
 def per_gpu(uplink: float, # bandwidth of a data centre's link [B/s]
