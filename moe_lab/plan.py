@@ -8,12 +8,13 @@ __all__ = ['find_model', 'find_cluster', 'sizes', 'fit', 'Plan', 'exchanges', 'p
 # %% ../nbs/94_plan.ipynb #6d1d6b35
 import json as _json
 from dataclasses import asdict, dataclass, replace
-from math import gcd, isqrt
+from math import gcd, inf, isqrt
 from pathlib import Path
 
 from fastcore.script import store_true
 
 from .cluster.topology import load as load_cluster, presets
+from .core.files import number, whole
 from .core.types import Cluster
 from .hybrid_ep.advice import Advice, advise, expert_devices, explain
 from .models.zoo import Model, zoo
@@ -34,7 +35,7 @@ def find_cluster(name: str) -> Cluster: # a preset ('nd_a100_v4', or 'nd_a100_v4
     "A cluster."
     preset, _, size = name.partition(":")
     if preset in presets and size:
-        if not size.isdigit() or not int(size): raise ValueError(f"cluster size must be a number >= 1, got {size!r} in {name!r}")
+        if not size.isdecimal() or not 0 < len(size) < 9 or not int(size): raise ValueError(f"cluster size must be a number >= 1, got {size!r} in {name!r}")
         return presets[preset](int(size))
     return load_cluster(name)
 
@@ -59,14 +60,17 @@ def sizes(model: Model, cluster: Cluster, capacity_factor: float | None = None) 
     return out
 
 # %% ../nbs/94_plan.ipynb #bc55d8c2
-def fit(model: Model, cluster: Cluster, s: Strategy, tokens: int) -> tuple[Strategy, float]:
-    "`s` with the fewest micro-batches that fit, and the bytes a device then misses (0: fits)."
-    room = cluster.device.memory * (1 - RESERVED)
-    for micro in _divisors(tokens):
-        miss = sum(memory(model, cluster, s, tokens // micro).values()) - room
-        if miss <= 0: return replace(s, micro=micro), 0.
-        if tokens // micro <= 512: break      # smaller micro-batches only waste the device
-    return replace(s, micro=micro), miss
+def fit(model: Model, cluster: Cluster, s: Strategy, tokens: int, # of a device and step
+        seq: int = 4096, imbalance: float = 1.) -> tuple[Strategy, float]:
+    "`s` with the fewest micro-batches that fit, each of whole sequences; the bytes a device then misses (0: fits; inf: no whole sequence for a tensor group)."
+    room, sequences, rest = cluster.device.memory * (1 - RESERVED), *divmod(tokens * s.tensor, seq)
+    if rest: return s, inf
+    for micro in _divisors(sequences):
+        if tokens % micro: continue
+        s = replace(s, micro=micro)
+        miss = sum(memory(model, cluster, s, tokens // micro, imbalance).values()) - room
+        if miss <= 0: return s, 0.
+    return s, miss
 
 # %% ../nbs/94_plan.ipynb #969a2f8d
 @dataclass(frozen=True)
@@ -93,20 +97,24 @@ def exchanges(cluster: Cluster) -> list[tuple[int, str]]: # (degree, algo)
 def plans(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, capacity_factor: float | None = None,
           imbalance: float = 1., top: int = 10) -> list[Plan]:
     """The `top` strategies for a step of `tokens` tokens over the whole cluster, the fastest first.
-    ValueError if none fits, saying by how much and how many devices would do."""
+    ValueError if none fits, saying by how much, why, and how many devices would do."""
     G = cluster.num_devices
-    if tokens < 1 or tokens % G: raise ValueError(f"tokens must be a positive multiple of the {G} devices, got {tokens}")
-    if seq < 1: raise ValueError(f"seq must be >= 1, got {seq}")
-    each = tokens // G
-    tried = [fit(model, cluster, s, each) for s in sizes(model, cluster, capacity_factor)]
+    whole(tokens, "tokens", 1, 2**40); whole(seq, "seq", 1, 2**24); whole(top, "top"); number(imbalance, "imbalance", 1.)
+    if tokens % G: raise ValueError(f"tokens must be a multiple of the {G} devices, got {tokens}")
+    each, tried = tokens // G, _tried(model, cluster, tokens, seq, capacity_factor, imbalance)
     able = [s for s, miss in tried if not miss]
-    if not able: raise ValueError(_why_not(model, cluster, each, min(tried, key=lambda x: x[1])))
+    if not able: raise ValueError(_why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried))
     def run(s): return Plan(s, (t := step(model, cluster, s, each, seq, imbalance)), train_flops(model, seq) * each / t.seconds / cluster.device.flops)
     ranked = sorted(map(run, able), key=lambda p: p.time.seconds)
     more = [run(replace(p.strategy, degree=d, algo=a)) for p in ranked[:top] if p.time.busy.get("a2a") for d, a in exchanges(cluster) if (d, a) != (1, "linear")]
     return _distinct(sorted(ranked + more, key=lambda p: p.time.seconds), top)
 
 # %% ../nbs/94_plan.ipynb #6694346a
+def _tried(model, cluster, tokens, seq, capacity_factor, imbalance):
+    "Every choice of sizes with its fewest micro-batches, and what it misses."
+    each, rest = divmod(tokens, cluster.num_devices)
+    return [] if rest else [fit(model, cluster, s, each, seq, imbalance) for s in sizes(model, cluster, capacity_factor)]
+
 def _distinct(ranked, top):
     "The best of each choice of sizes, so that a list is not one plan in ten shades."
     seen = {}
@@ -114,21 +122,38 @@ def _distinct(ranked, top):
     return list(seen.values())[:top]
 
 # %% ../nbs/94_plan.ipynb #ce3c28ef
-def _why_not(model, cluster, each, leanest):
+_STAYS = dict(weights="weights and gradients outside the experts lie whole on each tensor group, which ends at a node; stages of layers (pipeline parallelism) would cut them",
+              activations="a single sequence needs that much: a shorter one, or context parallelism, would fit")
+_STAYS |= dict(gradients=_STAYS["weights"], optimizer=_STAYS["weights"], buffers=_STAYS["activations"], logits=_STAYS["activations"], gathered=_STAYS["weights"])
+
+def _why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried):
     "A sentence an engineer can act on."
-    s, miss = leanest
-    parts = memory(model, cluster, s, each // s.micro)
-    gb = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in sorted(parts.items(), key=lambda x: -x[1]))
-    outer, *rest = cluster.levels
-    for factor in (2, 4, 8, 16, 32, 64, 128):
-        larger = replace(cluster, levels=(replace(outer, size=outer.size * factor), *rest))
-        small = max(each // factor, 1)
-        if any(not fit(model, larger, x, small)[1] for x in sizes(model, larger, s.capacity_factor)):
-            advice = f"the same step fits on {larger.num_devices} devices"; break
-    else: advice = "more such devices do not help: one layer is too large for a device"
-    return (f"{model.name} ({model.num_params().total / 1e9:.1f} B parameters) does not fit on {cluster.num_devices} {cluster.device.name}: the leanest strategy "
+    G = cluster.num_devices
+    s, miss = min(tried, key=lambda x: x[1])
+    if miss == inf:
+        groups = G // max(x.tensor for x, _ in tried)
+        return f"tokens must hold a whole sequence for each of {groups} or more data parallel groups, {groups * seq} tokens at seq {seq}, got {tokens}: a larger step, a shorter sequence, or fewer devices"
+    parts = memory(model, cluster, s, tokens // G // s.micro, imbalance)
+    gb = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+    return (f"{model.name} ({model.num_params().total / 1e9:.1f} B parameters) does not fit on {G} {cluster.device.name}: the leanest strategy "
             f"(expert {s.expert}, tensor {s.tensor}, r {s.r}, micro {s.micro}{', recompute' if s.recompute else ''}) misses {miss / 1e9:.1f} GB on each device "
-            f"({gb} GB; {cluster.device.memory * (1 - RESERVED) / 1e9:.0f} GB usable); {advice}")
+            f"({gb} GB; {cluster.device.memory * (1 - RESERVED) / 1e9:.0f} GB usable); {_advice(model, cluster, tokens, seq, capacity_factor, imbalance, tried)}")
+
+def _advice(model, cluster, tokens, seq, capacity_factor, imbalance, tried):
+    "How many such devices would do: doubled until a step fits; or what does not shrink with them."
+    outer, *rest = cluster.levels
+    larger, N, step_of = cluster, cluster.num_devices, tokens
+    for factor in (2, 4, 8, 16, 32, 64, 128):
+        if cluster.num_devices * factor > 2**20: break
+        larger = replace(cluster, levels=(replace(outer, size=outer.size * factor), *rest))
+        N = larger.num_devices
+        for step_of in dict.fromkeys((tokens, -(-tokens // (N * seq)) * N * seq)):       # else the least larger step that gives each device a sequence
+            tried = _tried(model, larger, step_of, seq, capacity_factor, imbalance)
+            if any(not miss for _, miss in tried): return f"{'the same step' if step_of == tokens else f'a step of {step_of} tokens'} fits on {N} devices"
+    s, miss = min(tried, key=lambda x: x[1])
+    parts = memory(model, larger, s, step_of // N // s.micro, imbalance)
+    part = max(parts, key=parts.get)
+    return f"more such devices do not help, {N} still miss {miss / 1e9:.1f} GB, most of it {part}: {_STAYS[part]}"
 
 # %% ../nbs/94_plan.ipynb #906c4bb9
 def _table(model, cluster, best):
@@ -148,11 +173,11 @@ def across(model: Model, cluster: Cluster, tokens: int, # of a device and step
            seq: int = 4096) -> Advice | None:
     "What should cross between data centres; None when the cluster has no level 'dc' or the model no experts."
     if cluster.levels[0].name != "dc" or not any(l.experts for l in model.layers): return None
-    s, _ = fit(model, cluster, Strategy(expert=expert_devices(model, cluster), recompute=True), tokens)
+    s, _ = fit(model, cluster, Strategy(expert=expert_devices(model, cluster), recompute=True), tokens, seq)
     def at(micro): # smaller micro-batches leave more memory for copies
         free = cluster.device.memory * (1 - RESERVED) - sum(memory(model, cluster, s, tokens // micro).values())
         return advise(model, cluster, tokens // micro, seq, free)
-    tried = [(micro, at(micro)) for micro in _divisors(tokens) if micro == s.micro or micro > s.micro and tokens // micro >= 512]
+    tried = [(micro, at(micro)) for micro in _divisors(tokens) if micro == s.micro or micro > s.micro and tokens // micro % seq == 0]
     return min(tried, key=lambda t: t[0] * t[1].seconds)[1]
 
 # %% ../nbs/94_plan.ipynb #25b73ffa

@@ -52,6 +52,43 @@ def test_the_advice_is_right():
     with pytest.raises(ValueError): plans(zoo["Mixtral-8x7B"], nd_a100_v4(n // 16), 2**15)
 
 
+@pytest.mark.parametrize("name, nodes, sequences, imbalance", [("Qwen3-235B-A22B", 3, 24, 1.), ("Mixtral-8x22B", 1, 8, 2.), ("gpt-oss-120b", 1, 16, 1.), ("Qwen3-235B-A22B", 4, 32, 1.5)])
+def test_advice_can_be_taken(name, nodes, sequences, imbalance):
+    "The number of devices and the size of the step that a refusal names are then planned for."
+    c = nd_a100_v4(nodes)
+    with pytest.raises(ValueError, match="does not fit") as e: plans(zoo[name], c, sequences * 4096, imbalance=imbalance)
+    advice = str(e.value).rsplit("; ", 1)[1]
+    n = int(advice.split("fits on ")[1].split()[0])
+    tokens = int(advice.split("step of ")[1].split()[0]) if "step of" in advice else sequences * 4096
+    assert plans(zoo[name], nd_a100_v4(n // 8), tokens, imbalance=imbalance, top=1)[0].time.fits
+
+
+def test_micro_batches_hold_whole_sequences():
+    c = nd_a100_v4(2)
+    for model, cluster, tokens, seq in ((SMALL, c, 2**18, 4096), (zoo["Mixtral-8x7B"], nd_a100_v4(8), 2**19, 2048)):
+        found = plans(model, cluster, tokens, seq, top=50)
+        assert all(tokens // cluster.num_devices // p.strategy.micro * p.strategy.tensor % seq == 0 for p in found)
+    assert max(p.strategy.micro for p in found) > 1
+    with pytest.raises(ValueError, match="whole sequence for each of 2 or more data parallel groups, 8192 tokens"): plans(SMALL, c, 4096)
+    assert {p.strategy.tensor for p in plans(SMALL, c, 8192, top=50)} == {8}           # two sequences: one for each node
+
+
+def test_why_more_devices_do_not_help():
+    dense = Model("dense", (Layer(16384, Attention(128, 128, 8), 53248, glu=True),) * 126, 128256, tied=False)
+    with pytest.raises(ValueError, match="pipeline parallelism") as e: plans(dense, nd_a100_v4(8), 2**22)
+    assert "one layer" not in str(e.value) and "more such devices do not help" in str(e.value)
+    with pytest.raises(ValueError, match="single sequence") as e: plans(zoo["OLMoE-1B-7B"], nd_a100_v4(1), 2**23, seq=2**22)
+
+
+def test_where_tokens_stay_nothing_is_uneven():
+    c = nd_a100_v4(1)
+    even, hot = ({p.strategy: p for p in plans(SMALL, c, 2**17, imbalance=i, top=50)} for i in (1., 3.))
+    home = [s for s in even if s in hot and (s.expert == 1 or s.r == 0)]
+    assert home and all(even[s] == hot[s] for s in home)
+    away = [s for s in even if s in hot and s.expert > 1 and s.r and not s.recompute]
+    assert away and all(hot[s].time.seconds > even[s].time.seconds and hot[s].time.used > even[s].time.used for s in away)
+
+
 def test_dense_models_and_few_experts():
     c = nd_a100_v4(2)
     dense = Model("dense", (Layer(512, Attention(8, 64), 2048),) * 4, 1000)
@@ -64,7 +101,7 @@ def test_dense_models_and_few_experts():
 def test_which_explains(capsys):
     from moe_lab.which import which
     with pytest.raises(ValueError, match="experts"): which("350M", "nd_a100_v4:1")
-    with pytest.raises(ValueError, match="imbalance must be >= 1, got 0.5"): which("OLMoE-1B-7B", "h200_nvlink", tokens=2**16, imbalance=.5)
-    which("OLMoE-1B-7B", "h200_nvlink", tokens=2**16)
+    with pytest.raises(ValueError, match="imbalance must be finite and >= 1, got 0.5"): which("OLMoE-1B-7B", "h200_nvlink", tokens=2**16, imbalance=.5)
+    which("Mixtral-8x7B", "h200_nvlink", tokens=2**17)
     out = capsys.readouterr().out
     assert "balanced placement" in out and "at most" in out and "nothing to gain" in out

@@ -151,6 +151,11 @@ def test_bad_numbers():
     with pytest.raises(ValueError, match="group"): C.alltoall(c, 1., group=(16,))
     with pytest.raises(ValueError, match="tensor"): C.alltoall(c, 1., "coordinated", tensor=3)
     with pytest.raises(ValueError, match="devices"): C.alltoall(c, Traffic(torch.zeros(4, 4, dtype=torch.float64)))
+    for bad in (0, 1.5, "2"):
+        with pytest.raises((ValueError, TypeError), match="tensor"): C.alltoall(c, 1., "coordinated", tensor=bad)
+        with pytest.raises((ValueError, TypeError), match="stride"): C.group_sizes(c, 2, bad)
+    deep = Cluster(tuple(Level(f"l{i}", 2, 1e9) for i in range(7)), GPU)
+    with pytest.raises(ValueError, match="6 levels"): C.alltoall(deep, Traffic(torch.ones(128, 128, dtype=torch.float64)), "hierarchical")
 
 
 def test_large_matrices_are_quick():

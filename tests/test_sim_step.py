@@ -36,7 +36,10 @@ def test_any_strategy_adds_up(s, tokens):
     assert step(MODEL, cluster(intra=100e9), s, tokens).seconds >= t.seconds * (1 - 1e-9)
     assert step(MODEL, cluster(dev=replace(GPU, flops=100e12)), s, tokens).seconds >= t.seconds * .97    # a longer kernel can keep one exchange out of another's way
     assert step(MODEL, cluster(), s, 2 * tokens).seconds >= t.seconds * (1 - 1e-9)
-    assert step(MODEL, cluster(), s, tokens, imbalance=2.).seconds >= t.seconds * (1 - 1e-9)
+    hot, same = step(MODEL, cluster(), s, tokens, imbalance=2.), all(s.busiest(l, 2.) == 1 for l in MODEL.layers)
+    assert hot.seconds >= t.seconds * (1 - 1e-9) and hot.used >= t.used
+    assert not same or hot == t                          # tokens at home or padded: an uneven load is nowhere
+    assert same or not tokens or hot.memory["activations"] > t.memory["activations"]
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(list(ALGORITHMS)), st.booleans())
@@ -90,7 +93,24 @@ def test_bad_workloads_are_named():
     # M08
     for bad in (.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="imbalance"): step(MODEL, cluster(), Strategy(), 64, imbalance=bad)
-    with pytest.raises(ValueError, match="tokens"): step(MODEL, cluster(), Strategy(), -1)
+    for bad in (-1, 4096., "4096", None):
+        with pytest.raises((ValueError, TypeError), match="tokens"): step(MODEL, cluster(), Strategy(), bad)
+
+
+@pytest.mark.parametrize("kw", [dict(expert=2.), dict(expert=True), dict(tensor="2"), dict(degree=10**6), dict(degree=0), dict(micro=-1), dict(r=.5), dict(algo=None),
+                                dict(algo=["linear"]), dict(dispatch="sort"), dict(recompute="yes"), dict(zero=3), dict(capacity_factor="1"), dict(capacity_factor=float("nan"))])
+def test_nonsense_is_named(kw):
+    with pytest.raises((ValueError, TypeError), match=next(iter(kw))): Strategy(**kw)
+
+
+def test_gathered_weights_cost_alike_in_time_and_memory():
+    "Gathered once, kept of every layer; recomputed: gathered twice, kept of one."
+    m = Model("m", (replace(MOE, experts=16),) * 5, 1000)
+    for again, gathers, kept in ((False, 1, 5), (True, 2, 1)):
+        s = Strategy(expert=16, r=0, recompute=again)
+        times = sum(len({o.name.rsplit(".", 1)[0] for o in layer_time(m.layers[0], cluster(), s, 64, back=b).ops if o.name.startswith("weights")}) for b in (False, True))
+        assert times == gathers + 1                      # and one scatter of gradients
+        assert memory(m, cluster(), s, 64)["gathered"] == pytest.approx(BYTES * 16 * m.layers[0].expert() * (kept + 1))
 
 
 def test_two_thousand_gpus_take_no_longer_than_sixteen():

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .files import number, short
+
 # %% ../../nbs/core/01_types.ipynb #5b00f55d
 @dataclass(frozen=True, eq=False)
 class Routing:
@@ -128,6 +130,8 @@ def dispatch(expert: Tensor, # (T,k) int64 ids; -1 for none
     return Dispatch(counts, offsets, order, slot.view(T, k), expert, capacity)
 
 # %% ../../nbs/core/01_types.ipynb #09ed500a
+_RATES = 1e-6, 1e30      # what a rate or a size of hardware may be: sums and quotients stay finite
+
 @dataclass(frozen=True)
 class Level:
     """One level of a cluster: `size` children joined by links that each child owns.
@@ -144,13 +148,12 @@ class Level:
     ports: int = 1
 
     def __post_init__(self):
-        for name in ("size", "ports"):
-            v = getattr(self, name)
-            if not isinstance(v, int) or isinstance(v, bool) or v < 1: raise ValueError(f"{name} of level {self.name!r} must be an int >= 1, got {v!r}")
-        if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)): raise ValueError(f"bandwidth of level {self.name!r} must be finite and > 0 [B/s], got {self.bandwidth}")
-        for name in ("latency", "half_size"):
-            v = getattr(self, name)
-            if not (v >= 0 and math.isfinite(v)): raise ValueError(f"{name} of level {self.name!r} must be finite and >= 0, got {v}")
+        if not isinstance(self.name, str) or not self.name: raise TypeError(f"name of a level must be text, got {short(self.name)}")
+        for n in ("size", "ports"):
+            v = getattr(self, n)
+            if not isinstance(v, int) or isinstance(v, bool) or v < 1: raise ValueError(f"{n} of level {self.name!r} must be an int >= 1, got {short(v)}")
+        number(self.bandwidth, f"bandwidth [B/s] of level {self.name!r}", *_RATES)
+        for n in ("latency", "half_size"): number(getattr(self, n), f"{n} of level {self.name!r}", 0., 1e18)
 
     def seconds(self, size: float) -> float:
         "Time of one message of `size` bytes through an idle port of this level [s]."
@@ -167,10 +170,8 @@ class Device:
     launch: float = 0.
 
     def __post_init__(self):
-        if not (self.launch >= 0 and math.isfinite(self.launch)): raise ValueError(f"launch of device {self.name!r} must be finite and >= 0 [s], got {self.launch}")
-        for n in ("flops", "bandwidth", "memory"):
-            v = getattr(self, n)
-            if not (v > 0 and math.isfinite(v)): raise ValueError(f"{n} of device {self.name!r} must be finite and > 0, got {v}")
+        number(self.launch, f"launch [s] of device {self.name!r}", 0., 1e18)
+        for n in ("flops", "bandwidth", "memory"): number(getattr(self, n), f"{n} of device {self.name!r}", *_RATES)
 
 # %% ../../nbs/core/01_types.ipynb #2b426dc7
 @dataclass(frozen=True)
@@ -183,6 +184,11 @@ class Cluster:
     def __post_init__(self):
         object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels: raise ValueError("levels must hold at least one Level")
+        for l in self.levels:
+            if not isinstance(l, Level): raise TypeError(f"levels must hold Levels, got {short(l)}")
+        if not isinstance(self.device, Device): raise TypeError(f"device must be a Device, got {short(self.device)}")
+        names = [l.name for l in self.levels]       # loads and bytes are kept by name
+        if len(set(names)) < len(names): raise ValueError(f"levels must have different names, got {names}")
         if self.num_devices > 2**24: raise ValueError(f"levels must hold at most 2^24 devices, got sizes {self.sizes}")
         below = self.num_devices
         for l in self.levels:

@@ -12,6 +12,7 @@ from math import ceil, log2, prod
 
 import numpy as np
 
+from ..core.files import number, short, whole
 from ..core.types import Cluster, Traffic
 from .events import Op, port_of
 
@@ -56,7 +57,7 @@ def ops(phases: list[Phase], prefix: str, after=(), stream: str = "comm", tax: f
 # %% ../../nbs/sim/02_collectives.ipynb #f84395f1
 def group_sizes(cluster: Cluster, size: int, stride: int = 1) -> tuple[int, ...]:
     "Members at each level, outside in, of a group of `size` devices, every `stride`-th one."
-    left, out = size, []
+    left, out, stride = whole(size, "size"), [], whole(stride, "stride")
     for l in reversed(cluster.levels):
         if stride >= l.size:
             if stride % l.size: raise ValueError(f"stride must be a multiple of level {l.name!r} ({l.size}) or a divisor of it, got {stride} left at that level")
@@ -124,6 +125,16 @@ def _hierarchical(cluster, S, sizes):
 ALGORITHMS = {"linear": _linear, "2dh": _2dh, "hierarchical": _hierarchical}
 
 # %% ../../nbs/sim/02_collectives.ipynb #f6041952
+def _checked(cluster, bytes, group, algo="", allowed=("",)):
+    "What every collective refuses, in one place; the members at each level."
+    if algo not in allowed: raise ValueError(f"algo must be one of {allowed}, got {short(algo)}")
+    number(bytes, "bytes", 0., 1e30)
+    sizes = cluster.sizes if group is None else tuple(group)
+    if len(sizes) != len(cluster.levels) or any(type(g) is not int or not 1 <= g <= l.size for g, l in zip(sizes, cluster.levels)):
+        raise ValueError(f"group must have 1..size members at each level {cluster.sizes}, got {short(group)}")
+    return sizes
+
+# %% ../../nbs/sim/02_collectives.ipynb #4f3b80a7
 def alltoall_phases(cluster: Cluster, bytes: float | Traffic, algo: str = "linear", group: tuple[int, ...] | None = None,
                     tensor: int = 1) -> list[Phase]:
     """Phases of an all-to-all over `group` (`group_sizes`; default: all devices). `bytes`: each device's whole buffer,
@@ -132,15 +143,11 @@ def alltoall_phases(cluster: Cluster, bytes: float | Traffic, algo: str = "linea
     `algo`: 'linear', '2dh' (Tutel, arXiv 2206.03382, appendix A), 'hierarchical' (one phase a level; DeepSpeed-MoE, arXiv
     2201.05596, 5.3), 'coordinated' (same section; `tensor` neighbours hold the same buffer).
     """
-    names = (*ALGORITHMS, "coordinated")
-    if algo not in names: raise ValueError(f"algo must be one of {names}, got {algo!r}")
-    sizes = tuple(group or cluster.sizes)
-    if len(sizes) != len(cluster.levels) or any(g > l.size or g < 1 for g, l in zip(sizes, cluster.levels)):
-        raise ValueError(f"group must have 1..size members at each level {cluster.sizes}, got {sizes}")
-    if isinstance(bytes, Traffic): return _uneven(cluster, bytes, algo, group)
-    if not (bytes >= 0 and np.isfinite(bytes)): raise ValueError(f"bytes must be finite and >= 0, got {bytes}")
-    if algo != "coordinated": return ALGORITHMS[algo](cluster, float(bytes), sizes)
-    near, far = _split_group(sizes, tensor)
+    uneven = isinstance(bytes, Traffic)
+    sizes = _checked(cluster, 0. if uneven else bytes, group, algo, (*ALGORITHMS, "coordinated"))
+    if uneven: return _uneven(cluster, bytes, algo, group)
+    if algo != "coordinated": return ALGORITHMS[algo](cluster, bytes, sizes)
+    near, far = _split_group(sizes, whole(tensor, "tensor"))
     return _linear(cluster, bytes / tensor, far) + all_gather_phases(cluster, bytes / tensor, group=near)
 
 # %% ../../nbs/sim/02_collectives.ipynb #3c88e65c
@@ -186,6 +193,7 @@ def _uneven(cluster, traffic, algo, group):
     if len(b) != cluster.num_devices: raise ValueError(f"bytes must be a Traffic of {cluster.num_devices} devices, got {len(b)}")
     if algo == "linear": return _port_phase(cluster, "linear", b)
     if algo == "coordinated": raise ValueError("algo must be 'linear', '2dh' or 'hierarchical' for a Traffic, got 'coordinated'")
+    if len(cluster.sizes) > 6: raise ValueError(f"algo must be 'linear' for a Traffic over more than 6 levels, got {algo!r} and {len(cluster.sizes)} levels")
     sizes, n = cluster.sizes, len(cluster.sizes)
     parts = [{i} for i in reversed(range(n))] if algo == "hierarchical" else [{n - 1}, set(range(n - 1))]
     parts = [p for p in parts if prod(_keep(sizes, p)) > 1]
@@ -228,9 +236,8 @@ def _ring(cluster, name, sent, steps, sizes):
 # %% ../../nbs/sim/02_collectives.ipynb #c4c6a948
 def all_gather_phases(cluster: Cluster, bytes: float, algo: str = "hierarchical", group=None) -> list[Phase]:
     "Each of W devices ends with the `bytes` of every one. 'ring' or 'hierarchical' (outermost level first, then inwards with more). A reduce-scatter to shards of `bytes` costs the same."
-    sizes = tuple(group or cluster.sizes)
+    sizes = _checked(cluster, bytes, group, algo, ("ring", "hierarchical"))
     if algo == "ring": return _ring(cluster, "all-gather", bytes * (prod(sizes) - 1), prod(sizes) - 1, sizes)
-    if algo != "hierarchical": raise ValueError(f"algo must be 'ring' or 'hierarchical', got {algo!r}")
     out, have = [], bytes
     for i, g in enumerate(sizes):
         out += _ring(cluster, "all-gather", have * (g - 1), g - 1, _keep(sizes, {i})); have *= g
@@ -239,18 +246,17 @@ def all_gather_phases(cluster: Cluster, bytes: float, algo: str = "hierarchical"
 # %% ../../nbs/sim/02_collectives.ipynb #e99dca28
 def all_reduce_phases(cluster: Cluster, bytes: float, algo: str = "hierarchical", group=None) -> list[Phase]:
     "Each device ends with the sum of all buffers of `bytes`. 'ring'; 'tree' (few latencies, the whole buffer on each edge, both ways); 'hierarchical' (reduce-scatter inwards out, all-gather back)."
-    sizes = tuple(group or cluster.sizes)
+    sizes = _checked(cluster, bytes, group, algo, ("ring", "tree", "hierarchical"))
     W = prod(sizes)
     if algo == "ring": return _ring(cluster, "all-reduce", 2 * bytes * (W - 1) / W, 2 * (W - 1), sizes)
     if algo == "tree": return broadcast_phases(cluster, bytes, group=sizes) * 2
-    if algo != "hierarchical": raise ValueError(f"algo must be 'ring', 'tree' or 'hierarchical', got {algo!r}")
     gather = all_gather_phases(cluster, bytes / W, group=sizes)
     return gather[::-1] + gather
 
 # %% ../../nbs/sim/02_collectives.ipynb #e5faf074
 def broadcast_phases(cluster: Cluster, bytes: float, group=None) -> list[Phase]:
     "One device's `bytes` reach all of its group down a pipelined tree: ceil(log2) latencies a level, the buffer once over each edge."
-    sizes = tuple(group or cluster.sizes)
+    sizes = _checked(cluster, bytes, group)
     used = [i for i, g in enumerate(sizes) if g > 1]
     if not used: return []
     fixed = cluster.device.launch + sum(ceil(log2(sizes[i])) * cluster.levels[i].latency for i in used)

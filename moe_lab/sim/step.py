@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EFFICIENCY', 'K_HALF', 'PRODUCT', 'GROUPED', 'PRODUCT_MEMORY', 'MEMORY', 'KERNEL', 'TILE', 'SEND_TAX', 'PEER_TAX',
-           'BYTES', 'RESERVED', 'COMMUNICATION', 'stream_seconds', 'gemm_seconds', 'gemm_back_seconds', 'Strategy',
-           'layer_time', 'memory', 'StepTime', 'exposed', 'step', 'simulated']
+           'BYTES', 'MOST_PARTS', 'RESERVED', 'COMMUNICATION', 'stream_seconds', 'gemm_seconds', 'gemm_back_seconds',
+           'Strategy', 'layer_time', 'memory', 'StepTime', 'exposed', 'step', 'simulated']
 
 # %% ../../nbs/sim/04_step.ipynb #8dee2980
 from collections import Counter
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil
 
+from ..core.files import number, short, whole
 from ..core.types import Cluster, Device
 from .collectives import ALGORITHMS, all_gather_phases, all_reduce_phases, alltoall_phases, group_sizes, ops
 from .events import Op, Timeline, simulate
@@ -53,6 +54,8 @@ def gemm_back_seconds(device: Device, rows: float, K: float, N: float, groups: i
     return gemm_seconds(device, rows, N, K, groups, blocks) + gemm_seconds(device, K * groups, max(rows / groups, 1), N, groups)
 
 # %% ../../nbs/sim/04_step.ipynb #bdf95ba7
+MOST_PARTS = 64       # degree at most: a part is a kernel, and the simulator's work grows with its square
+
 @dataclass(frozen=True)
 class Strategy:
     """How a step is spread over a cluster of G devices: data parallel, times these.
@@ -76,13 +79,12 @@ class Strategy:
     flexible: bool = True
 
     def __post_init__(self):
-        for n in ("expert", "tensor", "degree", "micro"):
-            if getattr(self, n) < 1: raise ValueError(f"{n} must be >= 1, got {getattr(self, n)}")
-        if self.r < 0: raise ValueError(f"r must be >= 0, got {self.r}")
-        if self.algo not in ALGORITHMS: raise ValueError(f"algo must be one of {tuple(ALGORITHMS)}, got {self.algo!r}")
-        if self.dispatch not in ("index", "einsum"): raise ValueError(f"dispatch must be 'index' or 'einsum', got {self.dispatch!r}")
-        f = self.capacity_factor
-        if f is not None and not 0 < f < float("inf"): raise ValueError(f"capacity_factor must be > 0 or None, got {f}")
+        for n in ("expert", "tensor", "micro"): whole(getattr(self, n), n)
+        whole(self.degree, "degree", 1, MOST_PARTS)
+        whole(self.r, "r", 0)
+        for n, allowed in (("algo", tuple(ALGORITHMS)), ("dispatch", ("index", "einsum")), ("recompute", (False, True)), ("zero", (False, True)), ("flexible", (False, True))):
+            if getattr(self, n) not in allowed: raise ValueError(f"{n} must be one of {allowed}, got {short(getattr(self, n))}")
+        if self.capacity_factor is not None: number(self.capacity_factor, "capacity_factor (or None: dropless)", 1e-6, 1e6)
 
     def slices(self, experts: int) -> int:
         "Devices that share one expert (s)."
@@ -91,6 +93,18 @@ class Strategy:
     def copies(self, experts: int) -> int:
         "Times that each token is sent: r, at most s; 0 when weights are gathered instead."
         return min(self.r, self.slices(experts)) if self.expert > 1 else 0
+
+    def span(self, experts: int) -> int:
+        "Devices from which each gathers its experts' weights; 1 when it holds what it computes with."
+        if self.expert == 1 or not experts: return 1
+        return self.slices(experts) // self.copies(experts) if self.copies(experts) else self.expert
+
+    def busiest(self, layer: Layer, imbalance: float) -> float:
+        """Rows of the busiest device over the mean, where `imbalance` is asked for: 1 if tokens stay at home or a capacity pads
+        all alike; never more than routing allows, for the k experts of a token differ."""
+        if not layer.experts or self.capacity_factor is not None or not self.copies(layer.experts): return 1.
+        homes = min(self.expert, layer.experts)
+        return min(imbalance, homes * min(layer.top_k, layer.experts // homes) / layer.top_k)
 
     def check(self, model: Model, cluster: Cluster):
         "Raise ValueError if the sizes do not divide."
@@ -112,7 +126,8 @@ class _Layer:
     def __init__(self, layer, cluster, strategy, tokens, seq, imbalance):
         self.l, self.c, self.s, self.T, self.seq = layer, cluster, strategy, tokens, seq
         self.D, self.E, self.dev = layer.d_model, layer.experts, cluster.device
-        self.rows = tokens * layer.top_k * (strategy.capacity_factor or imbalance)
+        self.rows = tokens * layer.top_k * (strategy.capacity_factor or 1.)
+        self.load = strategy.busiest(layer, imbalance)
         self.ops, self.bytes, self.n = [], Counter(), Counter()
 
     def _name(self, part):
@@ -170,7 +185,7 @@ class _Layer:
         local = max(1, self.E // W) if copies else self.E
         blocks = 1 if s.flexible or not copies else W
         ready = self.weights(back) if not back else ()
-        rows = self.rows * max(copies, 1) / s.degree
+        rows = self.rows * max(copies, 1) * self.load / s.degree
         to = _exchange(self.c, rows * self.D * BYTES, s.algo, W) if copies else []
         arrived = [self.move("a2a", to, after) for _ in range(s.degree)]
         done = [self.run("experts", _mlp(self.dev, rows, self.D, width, self.l.glu, local, back, blocks), (*a, *ready)) for a in arrived]
@@ -179,10 +194,7 @@ class _Layer:
 
     def weights(self, back, after=()):
         "All-gather of expert slices in forward, reduce-scatter of their gradients in backward: the same bytes."
-        W, s, copies = self.s.expert, self.s.slices(self.E), self.s.copies(self.E)
-        if W == 1: return ()
-        span = W if not copies else s // copies
-        held = self.E * self.l.expert() / W
+        span, held = self.s.span(self.E), self.E * self.l.expert() / self.s.expert
         return self.move("weights", _gather(self.c, held * BYTES, span, 1), after, "weights") if span > 1 else ()
 
     def forward(self, after=()):
@@ -241,12 +253,11 @@ def layer_time(layer: Layer, cluster: Cluster, strategy: Strategy, tokens: int, 
     return _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync)[0]
 
 # %% ../../nbs/sim/04_step.ipynb #b3e16ab4
-def _saved(l: Layer, s: Strategy, T: int) -> float:
+def _saved(l: Layer, s: Strategy, T: int, imbalance: float = 1.) -> float:
     "Numbers that backward needs of a token in one layer (norm inputs, q k v, attention output, pre-activations, dispatched rows, mask)."
-    if s.recompute: return l.d_model
     a, D = l.attention, l.d_model
     if a is None: attention = 0
-    elif isinstance(a, LatentAttention): attention = 2 * D + a.q_rank + a.kv_rank + 2 * a.heads * (a.nope + a.rope + a.v) / s.tensor
+    elif isinstance(a, LatentAttention): attention = 2 * D + (a.q_rank or 0) + a.kv_rank + 2 * a.heads * (a.nope + a.rope + a.v) / s.tensor
     elif isinstance(a, WindowAttention): attention = 6 * D
     else: attention = 2 * D + 2 * (a.heads + (a.kv_heads or a.heads)) * a.head_dim / s.tensor
     wide = 2 if l.glu else 1
@@ -254,24 +265,24 @@ def _saved(l: Layer, s: Strategy, T: int) -> float:
     if not l.experts: return attention + dense
     copies, rows = max(s.copies(l.experts), 1), (s.capacity_factor or 1.) * l.top_k
     mask = 1.5 * rows * T if s.dispatch == "einsum" else 0         # (T, E*C): bool and weights
-    return attention + dense + rows * copies * (D + wide * l.d_expert / copies) + 2 * l.experts + mask
+    return attention + dense + rows * copies * s.busiest(l, imbalance) * (D + wide * l.d_expert / copies) + 2 * l.experts + mask
 
 # %% ../../nbs/sim/04_step.ipynb #633117d1
-def memory(model: Model, cluster: Cluster, strategy: Strategy, tokens: int) -> dict[str, float]:
-    "Bytes on each device, by what takes them, for `tokens` a device and micro-batch."
-    s, G, T = strategy, cluster.num_devices, tokens
+def memory(model: Model, cluster: Cluster, strategy: Strategy, tokens: int, imbalance: float = 1.) -> dict[str, float]:
+    "Bytes on the busiest device, by what takes them, for `tokens` a device and micro-batch."
+    s, G, T, kinds = strategy, cluster.num_devices, tokens, Counter(model.layers)
     dense = (_around(model) + sum(map(_dense, model.layers))) / s.tensor
     expert = sum(l.experts * l.expert() for l in model.layers if l.experts) / s.expert
-    buffers = gathered = 0.
-    for l in dict.fromkeys(model.layers):
-        if not l.experts: continue
-        buffers = max(buffers, 3 * T * l.top_k * (s.capacity_factor or 1.) * max(s.copies(l.experts), 1) * l.d_model)
-        span = s.expert if not s.copies(l.experts) else s.slices(l.experts) // s.copies(l.experts)
-        if s.expert > 1 and span > 1: gathered = max(gathered, 2 * l.experts * l.expert() / s.expert * span)
+    saved = {l: _saved(l, s, T, imbalance) for l in kinds}
+    whole_layers = lambda of: max(of.values()) if s.recompute else sum(kinds[l] * v for l, v in of.items())      # alive at a time
+    kept = whole_layers(saved) + (sum(n * l.d_model for l, n in kinds.items()) if s.recompute else 0)
+    full = {l: l.experts * l.expert() / s.expert * s.span(l.experts) if s.span(l.experts) > 1 else 0. for l in kinds}
+    gathered = whole_layers(full) + max(full.values())        # and one layer's gradient, before it is scattered
+    sent = {l: T * l.top_k * (s.capacity_factor or 1.) * max(s.copies(l.experts), 1) * l.d_model for l in kinds if l.experts}
+    buffers = max((v * (1 + 2 * s.busiest(l, imbalance)) for l, v in sent.items()), default=0.)
     state = 12 * (dense / (G / s.tensor if s.zero else 1) + expert / (G / s.expert if s.zero else 1))
     return {"weights": BYTES * (dense + expert), "gradients": BYTES * (dense + expert), "optimizer": state,
-            "activations": BYTES * T * sum(n * _saved(l, s, T) for l, n in Counter(model.layers).items()),
-            "buffers": BYTES * (buffers + gathered), "logits": 6. * T * model.vocab}
+            "activations": BYTES * T * kept, "buffers": BYTES * buffers, "gathered": BYTES * gathered, "logits": 6. * T * model.vocab}
 
 def _around(m: Model) -> float:
     "Parameters outside the layers: embedding, positions, output, last norm."
@@ -321,10 +332,10 @@ def exposed(t: Timeline) -> dict[str, float]:
 
 # %% ../../nbs/sim/04_step.ipynb #fc6ff5dd
 def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096, seq: int = 4096, imbalance: float = 1.) -> StepTime:
-    """One training step, `tokens` on each device in all. `imbalance`: load of the busiest device over the mean (dropless only:
-    a capacity pads everyone alike). ValueError says which sizes do not divide."""
-    if tokens < 0 or tokens % strategy.micro: raise ValueError(f"tokens must be >= 0 and a multiple of micro ({strategy.micro}), got {tokens}")
-    if not 1 <= imbalance < float("inf"): raise ValueError(f"imbalance must be >= 1, got {imbalance}")
+    """One training step, `tokens` on each device in all, seen from the busiest device. `imbalance`: its rows of experts over the
+    mean, as far as `Strategy.busiest` lets it count. ValueError says which sizes do not divide."""
+    if whole(tokens, "tokens", 0, 2**40) % strategy.micro: raise ValueError(f"tokens must be a multiple of micro ({strategy.micro}), got {tokens}")
+    number(imbalance, "imbalance", 1.)
     strategy.check(model, cluster)
     T, G, dev, s = tokens // strategy.micro, cluster.num_devices, cluster.device, strategy
     parts, busy, port, sent = Counter(), Counter(), Counter(), Counter()
@@ -347,7 +358,7 @@ def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096,
     edge = _reduce(cluster, _around(model) / s.tensor * BYTES, G // s.tensor, s.tensor)
     more("grads", sum(p.alone for p in edge))
     for p in edge: sent.update(p.bytes); port.update(p.load)
-    mem = memory(model, cluster, s, T)
+    mem = memory(model, cluster, s, T, imbalance)
     more("optimizer", stream_seconds(dev, (2 * mem["optimizer"] + 2 * mem["gradients"])))
     return StepTime(sum(parts.values()), tokens * G, dict(parts), dict(busy), dict(port), dict(sent), mem, dev.memory * (1 - RESERVED))
 
