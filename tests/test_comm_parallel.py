@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from moe_lab.cluster.groups import grid
 from moe_lab.cluster.launch import RankError, rank_device, step
@@ -147,7 +148,8 @@ def trained(how, ep, steps=3, clip=.5, batches=4):
     torch.manual_seed(0)
     model = Model(None if how == "one" else ExpertParallel(grid(ep=ep))).to(rank_device(), f64)
     wrapped = {"ddp": ddp, "fsdp": fsdp}.get(how, lambda m: m)(model)
-    opt, norms = torch.optim.AdamW(wrapped.parameters(), lr=.05), []
+    whole = [p for p in wrapped.parameters() if not isinstance(p, DTensor)]                 # `fsdp`: a group of their own
+    opt, norms = torch.optim.AdamW([dict(params=g) for g in (whole, [p for p in wrapped.parameters() if isinstance(p, DTensor)]) if g], lr=.05), []
     torch.manual_seed(1)
     for _ in range(steps):
         x = torch.randn(12, 6, dtype=f64).to(rank_device())

@@ -68,7 +68,10 @@ def ddp(model: nn.Module, **kwargs) -> DistributedDataParallel:
 
 # %% ../../nbs/comm/02a_gradients.ipynb #a01c2941
 def fsdp(model: nn.Module, **kwargs) -> nn.Module: # kwargs: of fully_shard, such as mp_policy
-    "Apply `fully_shard` to the model; after backward call `reduce_gradients(model, dense=False)` for experts that have one copy."
+    """Apply `fully_shard` to the model; after backward call `reduce_gradients(model, dense=False)` for experts that have one copy.
+
+    On a GPU an optimizer wants those experts in a group of their own: PyTorch's fused loops refuse sharded and whole parameters in one.
+    """
     W, whole = dist.get_world_size(), set()
     for m in model.modules():
         g = getattr(getattr(m, "exchange", None), "grid", None)

@@ -36,7 +36,8 @@ def add_residual(shared: torch.Tensor, # (n,)
     out = torch.empty(E, n, dtype=shared.dtype, device=shared.device)
     blocks = triton.cdiv(n, block)
     bounds = (torch.arange(blocks + 1, device=shared.device) * block).clamp(max=n).to(torch.int32)
-    starts = torch.searchsorted(index.contiguous(), bounds.expand(E, -1).contiguous()).to(torch.int32)
+    index = index.contiguous()                                   # one expert a rank arrives as rows of a wider parcel
+    starts = torch.searchsorted(index, bounds.expand(E, -1).contiguous()).to(torch.int32)
     _add_residual[(blocks, E)](shared.contiguous(), out, value.contiguous(), index, starts, n, k, blocks, BLOCK=block, CHUNK=128, num_warps=8)
     return out
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cluster.launch import step as note
+from ..core.backend import triton_body
 from .step import FusedStep, alone, fits
 from ..models.gpt import GPT, KVCache
 
@@ -49,11 +50,11 @@ def choose(logits_BV: Tensor, sampling: Sampling, u_B: Tensor) -> Tensor: # (B,)
 class GPTDecoder:
     "A `GPT` behind `start` and `step`; on CUDA the step is captured once in a graph and replayed."
     def __init__(self, model: GPT, batch: int, size: int, # requests, and tokens of the longest with its continuation
-                 graph: bool | None = None): # None: on CUDA, if all of the model lives here
+                 graph: bool | None = None): # None: on CUDA, if all of the model lives here and kernels run it (not float64)
         weight = model.embed.weight
         self.model, self.vocab = model.eval(), weight.shape[0]
         self.cache = KVCache(model.config, batch, size, weight.device, weight.dtype)
-        self.graph, self.captured, self.ids = weight.is_cuda and alone(model) if graph is None else graph, None, None
+        self.graph, self.captured, self.ids = weight.is_cuda and triton_body(weight) and alone(model) if graph is None else graph, None, None
         self._step = FusedStep(model, self.cache) if fits(model, batch) else lambda ids: self.model(ids[:, None], cache=self.cache)[0][:, 0]
 
     def start(self, ids_BS: Tensor, mask_BS: Tensor) -> Tensor: # (B,V)
