@@ -107,6 +107,7 @@ def run_hybrid(size, train, rates):
     tokens = torch.randint(size.vocab_size, (train.batch_size * (train.context + 1) * 4,), generator=torch.Generator().manual_seed(0))
     go = lambda way: train_ranks(size, train, tokens, way, dtype)
     sizes = (2, W // 2)
+    go(Way(sizes))                                      # compiles and connects
     compute = median(go(Way(sizes))["seconds"][1:])
     yield dict(way="tokens", rate=None), dict(step=compute)
     for rate in rates:
