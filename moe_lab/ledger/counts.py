@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['table_rows', 'billions', 'size_ratio', 'training_steps', 'retained', 'residual_share', 'expert_layouts',
            'hierarchical_messages', 'hierarchical_volume', 'coordinated_ranks', 'einsum_work', 'encode_work',
-           'best_strategies', 'key_trials', 'wrong_chunks', 'capacities', 'dropped_tokens', 'padding',
+           'best_strategies', 'key_trials', 'wrong_chunks', 'capacities', 'switching', 'dropped_tokens', 'padding',
            'indices_per_value', 'format_example', 'millions', 'sequence_gflop', 'eplb_vector', 'p_star_error',
            'pair_counts', 'pairs_of_levels', 'traffic_growth', 'p_stars', 'migration_gains']
 
@@ -17,12 +17,16 @@ from statistics import mean
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..comm.alltoall import stride_order
+from ..cluster.groups import grid
+from ..cluster.launch import launch
+from ..comm.alltoall import Wire, stride_order
 from ..comm.pipeline import trials
-from ..comm.switch import strategies, strategy_cost
+from ..comm.switch import Switchable, strategies, strategy_cost, switch
 from ..core.types import Cluster, Device, Level, Routing, dispatch
+from ..experts.layer import MoE
 from ..experts.topology import padded_offsets, topology_from_counts, topology_from_mask
 from ..hybrid_ep.domain import Domains, count_pairs, traffic
 from ..hybrid_ep.stream import Workload, best_p, best_p_brute, latency
@@ -156,6 +160,27 @@ def capacities() -> list[int]: # [x = 1.25: rows, paper's k f T/E; x = 0: drops,
     adaptive = capacity(T, E, k, 0, need)
     dropped = [int((dispatch(expert, E, c).slot < 0).sum()) for c in (adaptive, adaptive - 1)]
     return [capacity(T, E, k, 1.25), dropped[0], int(dropped[1] == 0), capacity(T, E, k, -1., need) - min(need, k * T // E)]
+
+# %% ../../nbs/ledger/01_counts.ipynb #80bb1845
+def _switched(E, r_values):
+    "On each rank: [parameter bytes that switching sent, largest difference to one process]."
+    torch.manual_seed(0)
+    moe, rank = MoE(8, 16, E, 1, exchange=Switchable(grid(), 1)).double(), dist.get_rank()
+    torch.manual_seed(0)
+    one, x = MoE(8, 16, E, 1).double(), torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    sent, worst = 0, 0.
+    with torch.no_grad():
+        for r in r_values:
+            with Wire() as w: switch(moe, r)
+            sent += int(w.bytes.sum())
+            worst = max(worst, float((moe(x)[0] - one(x)[0]).abs().max()))
+    return [sent, worst]
+
+def switching(E: int = 2, ranks: int = 4) -> list[float]: # [bytes, largest difference]
+    "Parameter bytes that changing r sends, all ranks added, and the largest difference of an output to one process, float64."
+    s = ranks // E
+    found = launch(_switched, ranks, E, [0] + [r for r in range(1, s + 1) if s % r == 0], backend="gloo")
+    return [sum(f[0] for f in found), max(f[1] for f in found)]
 
 # %% ../../nbs/ledger/01_counts.ipynb #4d5741f6
 def dropped_tokens(T: int = 300, E: int = 8, k: int = 2) -> int:
