@@ -188,13 +188,16 @@ def counts(results: list[Result]) -> str:
     return ", ".join(f"{sum(r.verdict == v for r in results)} {v}" for v in VERDICTS)
 
 def page(results: list[Result]) -> str:
-    "The ledger as an HTML table; each verdict links to the page whose code makes the number."
-    def cell(text): return f"<td>{_html.escape(str(text))}</td>"
+    "The ledger as an HTML table; each number links to the cell that makes it, each verdict to the page that explains it."
+    def cell(text, link=""):
+        text = _html.escape(str(text))
+        return f'<td><a href="{link}">{text}</a></td>' if link else f"<td>{text}</td>"
     def row(r):
         c, parts = r.claim, r.claim.page.removesuffix(".ipynb").split("/")
-        link = "/".join([*parts[:-1], parts[-1].partition("_")[2]]) + ".html"
-        said = f'<td><a href="{link}">{r.verdict}</a></td>' if c.page else cell(r.verdict)
-        return "<tr>" + "".join(map(cell, (c.id, c.claim, f"{c.paper} {c.unit}", short(r.own), c.how))) + said + cell("; ".join(filter(None, (r.why, c.note)))) + "</tr>"
+        page = "/".join([*parts[:-1], parts[-1].partition("_")[2]]) + ".html" if c.page else ""
+        made = c.number.removeprefix("moe_lab.").replace(".", "/").replace(":", ".html#")
+        cells = (c.id,), (c.claim,), (f"{c.paper} {c.unit}",), (short(r.own), made), (c.how,), (r.verdict, page), ("; ".join(filter(None, (r.why, c.note))),)
+        return "<tr>" + "".join(cell(*x) for x in cells) + "</tr>"
     out = []
     for system in dict.fromkeys(r.claim.system for r in results):
         mine = [r for r in results if r.claim.system == system]
