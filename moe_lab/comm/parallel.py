@@ -39,6 +39,7 @@ def round_trip(rows: Tensor, # (R, D) ordered by destination
 def travel(rows: Tensor, # (R, D) in expert order; those past counts.sum() stay at home
            counts: Tensor, # (E,) of each expert
            grid: Grid, f, algo: str = "linear", # as in `round_trip`
+           trip=round_trip, # the way there and back
           ) -> Tensor: # (R, D), answers in the order of the rows, 0 for those that stayed
     "Dropless: rows go to their experts' ranks, through `f` and back. Expert e lives where `share` says."
     E, n = len(counts), grid.size
@@ -46,7 +47,7 @@ def travel(rows: Tensor, # (R, D) in expert order; those past counts.sum() stay 
     got = exchange(counts, grid.flat, mine, [mine[grid.rank]] * n)
     counts, got = torch.cat([counts, got]).cpu().split([E, len(got)])                # the one wait for the device
     send = [int(c.sum()) for c in counts.split(mine)]
-    out = round_trip(rows[:sum(send)], send, got.view(n, -1), grid, f, algo)
+    out = trip(rows[:sum(send)], send, got.view(n, -1), grid, f, algo)
     return F.pad(out, (0, 0, 0, len(rows) - len(out)))
 
 # %% ../../nbs/comm/02_parallel.ipynb #7aa072f3

@@ -307,7 +307,7 @@ class TopKGate(nn.Module):
         else: weight = softmax(logits.gather(1, ids).masked_fill(none, -math.inf))
         return renormalize(weight) if self.renormalize else weight
 
-    def _choose(self, logits, expert, noise):
+    def _choose(self, logits, expert, noise, mask):
         scores = _scores[self.score](logits)
         keys, chosen = self._keys(logits, scores), expert
         if expert is None:
@@ -335,7 +335,7 @@ class TopKGate(nn.Module):
             logits = noisy = self.router(x)
             for n in noise: noisy = n.on_logits(noisy)
             if self._plain and not noise and expert is None: scores, chosen, weight = softmax_topk(noisy, self.top_k, self.renormalize)
-            else: scores, chosen, weight = self._choose(noisy, expert, noise)
+            else: scores, chosen, weight = self._choose(noisy, expert, noise, mask)
             if mask is not None: chosen = chosen.masked_fill(~mask[:, None], -1)
             weight = weight.masked_fill(chosen < 0, 0.) * self.scale
             probs = renormalize(scores) if self.score == "sigmoid" else scores
