@@ -23,7 +23,7 @@ NBS, PROC, DOCS = ROOT / "nbs", ROOT / "_proc", ROOT / "_docs"
 ROOMS = dict(core="What flows", cluster="Clusters and ranks", routing="Routing", experts="Experts on one device",
              comm="Between devices", models="Models and training", sim="The simulator", placement="Where experts live",
              hybrid_ep="Across data centres", inference="Serving", bench="Benchmarks", viz="Pictures")
-FIRST = ("tour", "live", "glossary")    # top-level notebooks that are read before the rooms; the others come after
+FIRST = ("start", "tour", "live", "glossary")    # top-level notebooks that are read before the rooms; the others come after
 
 
 def sidebar():
