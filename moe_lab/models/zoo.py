@@ -32,17 +32,17 @@ class Attention:
 class LatentAttention:
     "Multi-head latent attention (DeepSeek-V2, V3): queries and keys-values through low ranks."
     heads: int
-    q_rank: int
+    q_rank: int | None                     # None: queries are one full matrix (DeepSeek-V2-Lite)
     kv_rank: int
     nope: int
     rope: int
     v: int
 
     def weights(self, D):
-        q = self.q_rank * (D + self.heads * (self.nope + self.rope))
+        q = D * self.q_rank + self.q_rank * self.heads * (self.nope + self.rope) if self.q_rank else D * self.heads * (self.nope + self.rope)
         kv = D * (self.kv_rank + self.rope) + self.kv_rank * self.heads * (self.nope + self.v)
         return q + kv + self.heads * self.v * D
-    def others(self, D): return self.q_rank + self.kv_rank
+    def others(self, D): return (self.q_rank or 0) + self.kv_rank
     def scores(self): return self.heads * (self.nope + self.rope + self.v)
 
 @dataclass(frozen=True)

@@ -23,21 +23,27 @@ _NAMES = dict(
 
 # Where experts are, and latent attention: key -> its least value
 _LAYOUT = dict(first_k_dense_replace=0, moe_layer_freq=1, interleave_moe_layer_step=1, expert_layer_period=1, expert_layer_offset=0,
-               moe_layer_start_index=0, moe_layer_end_index=0, moe_layer_interval=1, decoder_sparse_step=1,
+               moe_layer_start_index=0, moe_layer_end_index=-1, moe_layer_interval=1, decoder_sparse_step=1,
                kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1, n_positions=0)
 
 def _get(config, what, default=None):
-    return next((config[n] for n in _NAMES[what] if config.get(n) is not None), default)
+    return next((config[n] for n in _NAMES[what] if n in config), default)
+
+def _known(config):
+    "The keys that are not null: to transformers null is the same as not there."
+    if not isinstance(config, dict): raise ValueError(f"config must be a mapping, got {short(config)}")
+    return {k: v for k, v in config.items() if v is not None}
 
 def _check(c):
-    "Every size that is read must be a whole number in its range; null stands for a key that is not there."
-    if not isinstance(c, dict): raise ValueError(f"config must be a mapping, got {short(c)}")
+    "Every size that is read must be a whole number in its range."
     sizes = {n: (0 if what in ("experts", "top_k", "shared", "d_shared") else 1, 10**4 if what == "layers" else 2**31 - 1)
              for what, names in _NAMES.items() if what != "tied" for n in names}
     for key, bounds in (sizes | {k: (least,) for k, least in _LAYOUT.items()}).items():
-        if c.get(key) is not None: whole(c[key], f"{key} of the config", *bounds)
+        if key in c: whole(c[key], f"{key} of the config", *bounds)
     for what in ("d_model", "vocab", "heads", "layers"):
         if _get(c, what) is None: raise ValueError(f"config must have one of {_NAMES[what]}, got only {sorted(c)[:20]}")
+    for key in ("mlp_only_layers", "moe_layers"):
+        if key in c and not isinstance(c[key], list): raise ValueError(f"{key} of the config must be a list of layers, got {short(c[key])}")
     E, k = _get(c, "experts", 0), _get(c, "top_k")
     if E and k is None: raise ValueError(f"config must have one of {_NAMES['top_k']} for its {E} experts")
     if E and not 1 <= k <= E: raise ValueError(f"config must choose 1 to {E} of its {E} experts, got {k}")
@@ -45,21 +51,21 @@ def _check(c):
 # %% ../../nbs/sim/03_workload.ipynb #ec382229
 def _has_experts(c):
     "Which layers have experts, as a function of the layer's number."
+    if "moe_layers" in c: return lambda i: i in c["moe_layers"]                                                                    # Llama 4, by name
     if "first_k_dense_replace" in c: return lambda i: i >= c["first_k_dense_replace"] and i % c.get("moe_layer_freq", 1) == 0       # DeepSeek, GLM
     if "interleave_moe_layer_step" in c: return lambda i: (i + 1) % c["interleave_moe_layer_step"] == 0                            # Llama 4
     if "expert_layer_period" in c: return lambda i: i % c["expert_layer_period"] == c["expert_layer_offset"]                       # Jamba
-    if "moe_layer_start_index" in c:                                                                                             # ERNIE
-        return lambda i: c["moe_layer_start_index"] <= i <= c["moe_layer_end_index"] and (i + 1) % c.get("moe_layer_interval", 1) == 0
-    return lambda i: i not in (c.get("mlp_only_layers") or ()) and (i + 1) % c.get("decoder_sparse_step", 1) == 0                 # Qwen, Mixtral
+    if "moe_layer_start_index" in c:                                                                                             # ERNIE; -1: to the last
+        last = c.get("moe_layer_end_index", -1) % _get(c, "layers")
+        return lambda i: c["moe_layer_start_index"] <= i <= last and (i + 1) % c.get("moe_layer_interval", 1) == 0
+    return lambda i: i not in c.get("mlp_only_layers", ()) and (i + 1) % c.get("decoder_sparse_step", 1) == 0                 # Qwen, Mixtral
 
 # %% ../../nbs/sim/03_workload.ipynb #ea6dacb0
 def _attention(c):
     "Multi-head latent attention where the config has its ranks, else heads."
     heads, D = _get(c, "heads"), _get(c, "d_model")
     if c.get("kv_lora_rank"):
-        rank = c.get("q_lora_rank")
-        if not rank: raise ValueError("config must have q_lora_rank: latent attention without a query rank is not described")
-        return LatentAttention(heads, rank, c["kv_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
+        return LatentAttention(heads, c.get("q_lora_rank") or None, c["kv_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
     return Attention(heads, _get(c, "head_dim", D // heads), _get(c, "kv_heads"), bias=bool(c.get("attention_bias", False)))
 
 # %% ../../nbs/sim/03_workload.ipynb #b0845c21
@@ -69,7 +75,8 @@ def from_hf(config: dict | str | Path, # a config.json: its path, or its content
     if not isinstance(config, dict):
         path = Path(config)
         name, config = name or path.parent.name or path.stem, read_json(path)
-    _check(c := config.get("text_config") or config)
+    c = _known(_known(config).get("text_config") or config)
+    _check(c)
     try: return _model(c, name)
     except KeyError as e: raise ValueError(f"config must have {e}, which goes with others of its keys") from None
 
