@@ -121,7 +121,10 @@ def test_files_survive_and_foreign_ones_are_refused(tmp_path):
     book(100, lambda o: o.degree)
     book.save(tmp_path / "b.json")
     assert Dictionary.load(tmp_path / "b.json").choices == {0: Choice(0, 1, "2dh")}
-    for bad in ("", "{}", json.dumps(dict(slices=1, window=8, degrees=[1], algos=["linear"], choices={"x": {}})), "[1]"):
+    for bad in ("", "{}", json.dumps(dict(slices=1, window=8, degrees=[1], algos=["linear"], choices={"x": {}})), "[1]",
+                *(json.dumps(dict(slices=2, window=8, degrees=[1], algos=["linear"], choices={"1": dict(r=1, degree=1, algo="linear")}) | wrong) for wrong in (
+                    dict(slices="2"), dict(window=8.), dict(window=-8), dict(degrees=["a"]), dict(degrees=[]), dict(degrees=3), dict(algos=["magic"]), dict(choices=[]), dict(choices={"-1": dict(r=1, degree=1, algo="linear")}),
+                    *(dict(choices={"1": dict(r=1, degree=1, algo="linear") | c}) for c in (dict(r=-1), dict(r=3), dict(r="1"), dict(degree=0), dict(degree=None), dict(algo="magic"), dict(algo=[]), dict(more=1)))))):
         (tmp_path / "bad.json").write_text(bad)
         with pytest.raises(ValueError): Dictionary.load(tmp_path / "bad.json")
 

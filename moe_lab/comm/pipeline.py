@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.func import functional_call
 
-from .alltoall import flexible, flexible_back
+from .alltoall import _algos, flexible, flexible_back
 from .replay import replayed
 from .switch import Slices, Switchable
-from ..core.files import read_json
+from ..core.files import read_json, short, whole
 from ..core.types import Dispatch, Routing
 
 # %% ../../nbs/comm/03_pipeline.ipynb #a4cc6ee9
@@ -147,12 +147,16 @@ class Choice:
     degree: int = 1
     algo: str = "linear"
 
+    def __post_init__(self):
+        whole(self.r, "r", 0); whole(self.degree, "degree", 1)
+        if self.algo not in _algos: raise ValueError(f"algo must be one of {_algos}, got {short(self.algo)}")
+
 DEGREES, ALGOS = (1, 2, 4, 8), ("linear", "2dh")
 
 # %% ../../nbs/comm/03_pipeline.ipynb #941bc2da
 def trials(slices: int) -> float:
     "Tutel's count of trials for a key: (log_{3/2} ceil(W/E) + 2) * 4 * 2, `slices` = ceil(W/E) (section 3.3)."
-    if slices < 1: raise ValueError(f"slices must be >= 1, got {slices}")
+    whole(slices, "slices")
     return (log(slices, 1.5) + 2) * len(DEGREES) * len(ALGOS)
 
 # %% ../../nbs/comm/03_pipeline.ipynb #c3b07429
@@ -165,7 +169,9 @@ def search(seconds: Callable[[Choice], float], # of one trial
     def at(r):
         if r not in best:
             options = [Choice(r, d, a) for d in degrees for a in algos]
-            for o in options: tried[o] = seconds(o)
+            for o in options:
+                tried[o] = seconds(o)
+                if not tried[o] >= 0: raise ValueError(f"seconds of {o} must be >= 0 (inf: cannot run), got {tried[o]}")
             best[r] = min(options, key=lambda o: (tried[o], o))
         return tried[best[r]]
     inner = [r for r in range(1, slices) if slices % r == 0]
@@ -184,11 +190,10 @@ class Dictionary:
     All ranks must ask with the same capacity and see the same times (`measured` sees to that), then they choose alike.
     """
     def __init__(self, slices: int = 1, window: int = 128, degrees=DEGREES, algos=ALGOS):
-        if window < 1: raise ValueError(f"window must be >= 1, got {window}")
-        if slices < 1: raise ValueError(f"slices must be >= 1, got {slices}")
-        self.slices, self.window, self.degrees, self.algos, self.choices = slices, window, tuple(degrees), tuple(algos), {}
+        self.slices, self.window, self.degrees, self.algos, self.choices = whole(slices, "slices"), whole(window, "window"), tuple(degrees), tuple(algos), {}
+        if not [Choice(1, d, a) for d in self.degrees for a in self.algos]: raise ValueError("degrees and algos must hold at least one each")
 
-    def key(self, capacity: int) -> int: return capacity // self.window
+    def key(self, capacity: int) -> int: return whole(capacity, "capacity", 0) // self.window
 
     def __contains__(self, capacity: int): return self.key(capacity) in self.choices
 
@@ -213,7 +218,8 @@ class Dictionary:
         try:
             data = read_json(path, 2**24)
             new = cls(data["slices"], data["window"], data["degrees"], data["algos"])
-            new.choices = {int(k): Choice(**c) for k, c in data["choices"].items()}
+            new.choices = {whole(int(k), "key", 0): Choice(**c) for k, c in data["choices"].items()}
+            if wrong := [c for c in new.choices.values() if c.r and new.slices % c.r]: raise ValueError(f"r must be 0 or divide the {new.slices} slices, got {wrong[0]}")
         except (KeyError, TypeError, AttributeError, ValueError) as e: raise ValueError(f"{path} holds no dictionary of choices: {e!r}") from None
         return new
 
