@@ -36,12 +36,13 @@ def fit_line(size, seconds) -> tuple[float, float]: # a [s], B [B/s]
     return float(a), float(1 / b)
 
 # %% ../../nbs/sim/05_validation.ipynb #3d6e152c
-def compare(rows) -> list[float]: # (what, measured, predicted) -> relative errors
-    "Print what was measured beside what is predicted; the errors."
-    errors = []
-    for what, measured, predicted in rows:
-        errors.append(predicted / measured - 1)
-        print(f"{what:44} measured {measured:9.4g}  predicted {predicted:9.4g}  {errors[-1]:+7.1%}")
+def compare(rows, fitted=()) -> list[float]: # (what, measured, predicted) -> relative errors
+    "Print what was measured beside what is predicted; the errors of `rows`, which saw no fit. Points of the fit are printed, not counted."
+    errors, fitted = [], list(fitted)
+    for i, (what, measured, predicted) in enumerate([*fitted, *rows]):
+        error = predicted / measured - 1
+        if i >= len(fitted): errors.append(error)
+        print(f"{what:44} measured {measured:9.4g}  predicted {predicted:9.4g}  {error:+7.1%}{'  (fitted)' if i < len(fitted) else ''}")
     print(f"{'':44} mean error {np.mean(np.abs(errors)):.1%}, worst {np.max(np.abs(errors)):.1%}")
     return errors
 
