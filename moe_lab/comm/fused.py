@@ -273,7 +273,9 @@ class _GemmAllToAll(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         dy = _exchange(dy, ctx.group)              # an all-to-all is its own transpose
-        return torch.einsum("wecn,enk->weck", dy, w), torch.einsum("wecn,weck->enk", dy, x), None, None
+        dy_E, x_E = (t.transpose(0, 1).flatten(1, 2) for t in (dy, x))                     # all rows of an expert; x lies so already in a layer
+        dx = torch.bmm(dy_E, w).unflatten(1, (len(x), -1)).transpose(0, 1) if ctx.needs_input_grad[0] else None
+        return dx, torch.bmm(dy_E.mT, x_E) if ctx.needs_input_grad[1] else None, None, None
 
 # %% ../../nbs/comm/04b_fused.ipynb #0308049c
 def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.backend import triton_body
 from ..core.types import Dispatch, Routing, dispatch
-from .activation import get_activation
+from .activation import activate, get_activation
 from .decode import MAX_TOKENS, decode_experts, decode_gate
 from .dispatch import decode, encode
 from .grouped import expert_mlp, grouped_moe
@@ -46,10 +46,10 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, pre, name):
         ctx.save_for_backward(pre); ctx.name = name
-        return get_activation(name).forward(pre)
+        return activate(pre, name)
 
     @staticmethod
-    def backward(ctx, dh): return get_activation(ctx.name).backward(ctx.saved_tensors[0], dh)[1], None
+    def backward(ctx, dh): return activate(ctx.saved_tensors[0], ctx.name, dh), None
 
 # %% ../../nbs/experts/04_layer.ipynb #9e552da1
 def _count(name, value, least):
