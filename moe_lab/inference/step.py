@@ -45,6 +45,7 @@ class FusedStep:
 
     @torch.no_grad()
     def __call__(self, ids_B: Tensor) -> Tensor:
+        from moe_lab.experts.decode_kernels import experts_triton, norm
         from moe_lab.inference.step_kernels import attention, begin, linear
         m, c, cache = self.model, self.model.config, self.cache
         cache.positions(1)                                     # is there room?
@@ -55,7 +56,13 @@ class FusedStep:
             y = attention(qkv, cos, sin, cache.k[l], cache.v[l], at, c.num_heads, self.counters)
             x = linear(y, block.attention.out.weight, residual=x)
             gain, h = block.norm2.weight, x
+            if len(x) > 1: h, gain = norm(x, gain, eps), None  # once, for all that read it
             for f in _branches(block.ffn):
-                plan, e = (f.decode_plan(h, gain, eps), f.experts) if isinstance(f, MoE) else (self.dense, f)
-                x = decode_experts(h, plan, e.up, e.down, e.activation, gain, eps, residual=x)
+                if isinstance(f, MoE) and len(x) == 1 and f.num_experts <= 256:      # the experts' kernels choose by themselves
+                    g, e = f.gate, f.experts
+                    logits = linear(h, g.router.weight, gain, eps, dtype=torch.float32)
+                    x = experts_triton(h, gain, eps, None, None, None, e.up, e.down, e.activation, x, self.counters, (logits, g.top_k, g.renormalize or not g.score_first, g.scale))
+                else:
+                    plan, e = (f.decode_plan(h, gain, eps), f.experts) if isinstance(f, MoE) else (self.dense, f)
+                    x = decode_experts(h, plan, e.up, e.down, e.activation, gain, eps, residual=x)
         return linear(x, m.embed.weight, m.norm.weight, eps)
