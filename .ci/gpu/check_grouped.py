@@ -16,11 +16,9 @@ ALL = {1: (32768, 2048, 768, 128, 8), 2: (32768, 2048, 1024, 64, 8), 3: (24576, 
 SHAPES = {f"s{i}": ALL[int(i)] for i in os.environ.get("SHAPES", "1,3,2,7,8").split(",")}
 BF = torch.bfloat16
 SELF = os.path.abspath(__file__)
-sys.path.insert(0, os.path.dirname(SELF))
 from moe_lab.experts import grouped_kernels as gk
 from moe_lab.experts import hopper_kernels as hk, hopper_weights_kernels as hwk, row_kernels as rk_, weight_kernels as wk
 from moe_lab.experts.plan_kernels import plan_triton
-import plan_by_sort
 
 # ------------------------------------------------------------------ variants: (kind, name, dict)
 def rows(kind, name, **c): return (kind, "rows." + name, dict(how="rows", **c))
@@ -283,15 +281,15 @@ def meta():
         if T == 1000: ids[torch.rand(T, k, device="cuda") < .3] = -1
         with backend.use("torch"): want = expert_plan(ids, E, 128)
         first = (T, E, route) == (32768, 128, "r")
-        for name, f, c in [("pairs", plan_triton, {}), ("sort", plan_by_sort.plan_triton, {}), *([("sort", plan_by_sort.plan_triton, o) for o in (dict(CHUNK=256), dict(CHUNK=1024), dict(CHUNK=1024, num_warps=8), dict(num_warps=8), dict(PROGRAMS=128))] if first and "quick" not in sys.argv else [])]:
-            got = f(ids, E, 128, c)
+        for c in [{}, *([dict(CHUNK=256), dict(CHUNK=1024), dict(PROGRAMS=128)] if first and "quick" not in sys.argv else [])]:
+            got = plan_triton(ids, E, 128, c)
             same = all(torch.equal(a, b) for a, b in zip(got, want))
-            if "quick" in sys.argv: print(f"plan {name} T{T} E{E} k{k} {route}: same {same}", flush=True); continue
-            ms = triton.testing.do_bench(lambda: f(ids, E, 128, c), warmup=10, rep=40, return_mode="median")
+            if "quick" in sys.argv: print(f"plan T{T} E{E} k{k} {route}: same {same}", flush=True); continue
+            ms = triton.testing.do_bench(lambda: plan_triton(ids, E, 128, c), warmup=10, rep=40, return_mode="median")
             gr = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(gr): f(ids, E, 128, c)
+            with torch.cuda.graph(gr): plan_triton(ids, E, 128, c)
             mg = triton.testing.do_bench(gr.replay, warmup=10, rep=40, return_mode="median")
-            print(f"meta {name} T{T} E{E} k{k} {route} {c}: same {same} {ms*1e3:.1f} us, in a graph {mg*1e3:.1f} us", flush=True)
+            print(f"meta T{T} E{E} k{k} {route} {c}: same {same} {ms*1e3:.1f} us, in a graph {mg*1e3:.1f} us", flush=True)
         if first and "quick" not in sys.argv: print(f"argsort {triton.testing.do_bench(lambda: ids.flatten().argsort(stable=True), return_mode='median')*1e3:.1f} us", flush=True)
 
 MIXES = {"default": dict(gk.HOPPER), "no dh": {k: v for k, v in gk.HOPPER.items() if k != "dh"}, "no up": {k: v for k, v in gk.HOPPER.items() if k != "up"}, "plain": {}}
