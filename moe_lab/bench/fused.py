@@ -255,7 +255,7 @@ def main(device: str, out: str, quick: bool):
     world = torch.cuda.device_count() if device == "cuda" else 0
     if world < 2: raise ValueError(f"the fused benchmark needs at least 2 GPUs with peer access, found {world}")
     report = Report("fused", out, dict(machine("cuda"), gpus=world))
-    for op, seconds in dict(gemm=75, gemv=40, embedding=25, layer=25, skew=10).items():
+    for op, seconds in dict(gemm=75, gemv=40, embedding=25, layer=60, skew=10).items():
         with Pool(world, timeout=60., backend="nccl") as pool:                           # symmetric memory wants fresh processes
             section(report, op, run_op, op, seconds / 3 if quick else seconds, quick, pool=pool, seconds=seconds + 30.)
 
