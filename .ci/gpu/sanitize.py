@@ -65,12 +65,9 @@ def grouped(hopper):
 
 def routing():
     from moe_lab.core.types import dispatch
-    from moe_lab.experts.decode import decode_experts, decode_gate
-from moe_lab.experts.dispatch import decode, encode
+    from moe_lab.experts.dispatch import decode, encode
     from moe_lab.experts.grouped import expert_plan
-    from moe_lab.inference.generate import GPTDecoder
-from moe_lab.models.gpt import GPT, GPTConfig
-from moe_lab.routing.gate import softmax_topk
+    from moe_lab.routing.gate import softmax_topk
     for T, E, k in ((33, 13, 3), (70, 130, 17), (5, 1, 1), (0, 8, 2)):
         logits = rand(T, E, dtype=SINGLE)
         with case(f"gate T{T} E{E} k{k}") as finite:
@@ -181,21 +178,6 @@ def main(seconds):
     lines = [f"{how} {g}: {r['summary'] or ''} {r['cases']}" for how in ("plain", "memcheck", "racecheck") for g, r in report.get(how, {}).items()]
     (OUT / "summary.txt").write_text("\n".join([str(report["version"]), *lines]) + "\n")
     print(*lines, "end", sep="\n", flush=True)
-
-def decoding():
-    for T_, D, F, E, k, act, dtype in ((1, 96, 80, 8, 2, "swiglu", BF), (1, 2048, 768, 128, 8, "swiglu", BF), (1, 33, 20, 3, 3, "gelu", SINGLE), (17, 65, 33, 130, 4, "geglu", HALF), (64, 128, 96, 16, 1, "swiglu", BF)):
-        with torch.no_grad():
-            x, router, gain = rand(T_, D, dtype=dtype), rand(E, D, dtype=dtype), rand(D, dtype=dtype)
-            up, down = rand(E, (1 + (act != "gelu")) * F, D, dtype=dtype, scale=D**-.5), rand(E, D, F, dtype=dtype, scale=F**-.5)
-            plan = decode_gate(x, router, k, gain=gain)
-            finite(f"decode T{T_} D{D} F{F} E{E} k{k} {act}", decode_experts(x, plan, up, down, act, gain, residual=x), plan.weight)
-    for batch, size in ((1, 40), (3, 700), (40, 24)):
-        with torch.device(DEV): m = GPT(GPTConfig(50, d_model=128, num_layers=2, num_heads=2, num_kv_heads=1, d_hidden=40, experts=(0, 6), top_k=2)).eval()
-        d = GPTDecoder(m, batch, size, graph=False)
-        ids = torch.randint(0, 50, (batch, size - 4), device=DEV)
-        d.start(ids, torch.arange(size - 4, device=DEV) < torch.randint(1, size - 3, (batch, 1), device=DEV))
-        for _ in range(3): y = d.step(ids[:, 0])
-        finite(f"step of {batch}, cache of {size}", y)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--group"]:
