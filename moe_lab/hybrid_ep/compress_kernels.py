@@ -59,7 +59,7 @@ def _adamw_select(w, g, m, v, shared, threshold, value, index, count, n, blocks,
     wi = wi.to(w.dtype.element_ty)
     tl.store(w + at, wi, mask=ok)
     r = wi.to(tl.float32) - tl.load(shared + i, mask=ok, other=0).to(tl.float32)
-    keep = ok & (tl.abs(r) >= tl.load(threshold + e))
+    keep = ok & ((tl.abs(r) >= tl.load(threshold + e)) | (r != r))                # a NaN travels
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     room = (e * blocks + b) * ROOM + place
     tl.store(value + room, r.to(value.dtype.element_ty), mask=keep & (place < ROOM))

@@ -9,6 +9,7 @@ __all__ = ['Domains', 'relation', 'count_pairs', 'groups', 'offset_groups', 'gat
 import math
 from dataclasses import dataclass
 from itertools import product
+from numbers import Integral
 
 from ..core.types import Cluster
 
@@ -20,7 +21,9 @@ class Domains:
     domains: tuple[int, ...]
 
     def __post_init__(self):
-        for name in ("sizes", "domains"): object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("sizes", "domains"):
+            if not all(isinstance(n, Integral) for n in getattr(self, name)): raise TypeError(f"{name} must be whole numbers, got {getattr(self, name)}")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.sizes or len(self.sizes) != len(self.domains):
             raise ValueError(f"sizes and domains must have one entry a level, got {self.sizes} and {self.domains}")
         for level, (n, s) in enumerate(zip(self.sizes, self.domains)):
@@ -99,6 +102,7 @@ def gathered_place(d: Domains, m: int) -> int:
 
 def expert_order(d: Domains, E: int) -> list[int]: # number of each expert in the exchange of tokens
     "Expert e belongs to GPU e // (E / GPUs); its number is its domain's, then `gathered_place`."
+    if E % d.num_devices: raise ValueError(f"E must be a multiple of the {d.num_devices} GPUs, got {E}")
     each, out = E // d.num_devices, []
     for m in range(d.num_devices):
         domain = 0
@@ -126,6 +130,8 @@ def traffic(d: Domains, data: float, # D: bytes of tokens a GPU routes
             expert: float, # P_E: bytes of a GPU's own experts
            ) -> list[dict]: # one a level: bytes a GPU sends there as tokens (one way), and receives as experts; copies it then holds
     "Bytes of one forward exchange, per GPU and level; the paper leaves the order of levels open, ours gathers the outermost first."
+    for name, v in (("data", data), ("expert", expert)):
+        if not 0 <= v < math.inf: raise ValueError(f"{name} must be finite and >= 0 [B], got {v}")
     out, copies = [], 1
     for n, s in zip(d.sizes, d.domains):
         out.append(dict(tokens=data * (1 - s / n), experts=expert * copies * (s - 1), copies=copies * s))

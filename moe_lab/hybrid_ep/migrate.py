@@ -24,7 +24,7 @@ from ..core.types import Dispatch, Routing, dispatch
 from ..experts.dispatch import decode as to_tokens, encode as to_experts
 from ..experts.grouped import expert_mlp
 from ..experts.layer import Experts, MoE
-from .compress import Residual, decode, encode, entries_for_ratio
+from .compress import Residual, decode, encode, places
 from .domain import Domains, expert_order, gathered_place, groups, offset_groups
 from .link import Link
 
@@ -40,7 +40,8 @@ def unpack(rows: Tensor, # (S, bytes): what `pack` made on S ranks
     "Views into `rows`."
     out, at = [], 0
     for t in like:
-        out.append(rows[:, at:at + t.nbytes].view(t.dtype).view(len(rows), *t.shape))
+        row = rows[:, at:at + t.nbytes]
+        out.append(row.view(t.dtype).view(len(rows), *t.shape) if t.nbytes else t.new_empty(len(rows), *t.shape))
         at += t.nbytes + -t.nbytes % 16
     return out
 
@@ -101,7 +102,7 @@ class Communicator:
     def _encoded(self, w):
         if self.ratio is None: return [w.detach()]
         if w not in self.shared: self.shared[w] = self.lane.run(self._average, w.detach().mean(0))()
-        r = self.residual.pop(w, None) or encode(w.detach(), self.shared[w], entries_for_ratio(w[0].numel(), self.ratio, w.element_size()))
+        r = self.residual.pop(w, None) or encode(w.detach(), self.shared[w], places(w, self.ratio))
         return [r.value, r.index]
 
     def take(self, experts: nn.Module) -> Parcel:

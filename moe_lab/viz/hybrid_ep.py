@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['latency_over_p', 'latency_parts', 'exchanges_in_table', 'best_p_map', 'domain_map', 'p_and_domain', 'scaling',
-           'learning_curves']
+           'error_over_ratio', 'learning_curves']
 
 # %% ../../nbs/viz/08_hybrid_ep.ipynb #533b6ba5
 import math
@@ -142,6 +142,17 @@ def scaling(table: dict[str, dict[str, list[float]]], # slider position -> line 
             fig.add_scatter(x=[dcs[-1] * (1.15 + .2 * i)] * 2, y=[lo, hi], name=f"paper, {name}", mode="lines", line=dict(width=6, color=template.layout.colorway[7]), opacity=.8 - .3 * i)
         return fig.update_layout(title="Speed-up over plain EP", xaxis=dict(type="log", title="data centres"), yaxis=dict(title="speed-up", type="log", range=[-.1, math.log10(top)]))
     return _below(sweep(make, "link", table)).update_layout(height=480, margin_t=130)
+
+# %% ../../nbs/viz/08_hybrid_ep.ipynb #b0aade62
+def error_over_ratio(ratios: tuple[float, ...],
+                     table: dict[str, dict[str, list[float]]], # slider position -> line -> relative error at each ratio
+                    ) -> go.Figure:
+    "What compressing does to an expert's product, a slider over how far experts are from their mean."
+    def make(lines):
+        fig = go.Figure()
+        for name, error in lines.items(): fig.add_scatter(x=ratios, y=error, name=name, mode="lines+markers", hovertemplate="%{x} x smaller: %{y:.2f}")
+        return fig.update_layout(title="Error of an expert's product", xaxis=dict(title="times smaller", type="log", tickvals=ratios, ticktext=[f"{r:g}" for r in ratios]), yaxis=dict(title="relative error", range=[0, 1.05]))
+    return _below(sweep(make, "distance from the mean", table))
 
 # %% ../../nbs/viz/08_hybrid_ep.ipynb #e5adce6b
 def learning_curves(runs: list[dict], steps: int = 10) -> go.Figure: # runs: arm, seed and `train`, means of `steps` steps
