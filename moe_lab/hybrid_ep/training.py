@@ -25,7 +25,7 @@ from .compress import SRAdamW, entries_for_ratio
 from .domain import Domains
 from .link import Link
 from .migrate import Communicator, HybridParallel, migrate
-from .stream import Workload, training_latency
+from .stream import Workload, share_of_domain, training_latency
 from ..models.corpus import Windows
 from ..models.gpt import GPT, GPTConfig
 from ..models.train import TrainConfig, lm_loss
@@ -90,14 +90,12 @@ def predicted(config: GPTConfig, train: TrainConfig, way: Way, compute: float, #
               itemsize: int = 4) -> float:
     "Seconds of an iteration from the stream model: layers one after another; with compression the mean's all-reduce goes with the gradients."
     W, dcs, L = prod(way.sizes), way.sizes[0], sum(E > 0 for E in config.layer_experts)
-    one = 2 * config.d_model * config.expert_width * itemsize
-    full = one * max(config.layer_experts) // W
-    sent, home = full, full
+    matrix = config.d_model * config.expert_width
+    full, mean = 2 * matrix * itemsize * max(config.layer_experts) // W, 0.
+    sent = full
     if way.ratio:
-        parts = [config.d_model * config.expert_width] * 2
-        sent = sum(entries_for_ratio(n, way.ratio, itemsize) for n in parts) * (itemsize + 4) * full // one
-        home += 2 * one * (W - 1) // W
+        sent = max(1, entries_for_ratio(matrix, way.ratio, itemsize)) / matrix * (1 + 4 / itemsize) * full
+        mean = 2 * 2 * matrix * itemsize * (W - 1) / W
     S = way.domains[0] if way.domains else 1
-    p = (dcs - S) / (dcs - 1)
     w = Workload(train.batch_size * train.context // W * config.top_k * config.d_model * itemsize, sent, dcs, way.bandwidth, compute / 3 / L)
-    return L * training_latency(w, p, backward=2., gradient=home / sent)
+    return L * training_latency(w, share_of_domain(dcs, S), backward=2., gradient=full / sent, mean=mean)
