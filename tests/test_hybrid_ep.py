@@ -27,6 +27,55 @@ def test_encode_is_the_stable_sort(E, n, data):
 def test_a_broken_expert_stays_visible():
     w = torch.zeros(1, 8); w[0, 5] = torch.nan
     assert encode(w, torch.zeros(8), 1).index.tolist() == [[5]]
+    value, index, count = step_and_select(w, torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(8), torch.ones(1), 2, AdamW(.1, (.9, .99), 1e-8, 0., 1))
+    assert count.tolist() == [1] and index[0, 0] == 5 and value[0, 0].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("E, n, ratio", [(1, 1, 50), (3, 7, 1e30), (2, 40, 1e-30), (0, 5, 4)])
+def test_compression_at_the_edges(E, n, ratio, dtype):
+    from moe_lab.hybrid_ep.compress import places
+    w, s = torch.randn(E, n).to(dtype), torch.zeros(n, dtype=dtype)
+    k = places(torch.empty(max(E, 1), n, dtype=dtype), ratio)
+    assert 1 <= k <= n
+    r = encode(w, s, k)
+    assert r.value.dtype == dtype and r.value.shape == (E, k)
+    if k == n: assert torch.equal(decode(r, s), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_product_without_decoding_meets_empty_experts_and_no_rows(dtype):
+    from moe_lab.hybrid_ep.compress import sr_product
+    w = torch.randn(3, 5, 7).to(dtype)
+    s = shared_expert(w)
+    r = encode(w, s, 12)
+    for counts in ([0, 0, 0], [0, 4, 0], [1, 0, 2]):
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        x = torch.randn(sum(counts), 7).to(dtype)
+        want = torch.cat([a @ b.t() for a, b in zip(x.split(counts), decode(r, s))])
+        assert torch.allclose(sr_product(x, offsets, r, s).double(), want.double(), atol=1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else .1)
+
+
+# ---- the stream model
+@given(st.floats(0, 1e300), st.floats(0, 1e300), st.integers(1, 10**9), st.floats(1e-300, 1e300), st.floats(0, 1e300))
+def test_best_share_stands_absurd_sizes(d, e, g, b, t):
+    from moe_lab.hybrid_ep.stream import Workload, best_p, best_p_training, latency
+    w = Workload(d, e, g, b, t)
+    p = best_p(w)
+    assert 0 <= p <= 1 and 0 <= best_p_training(w) <= 1
+    best = latency(w, p)
+    assert best == best and all(best <= latency(w, q) * (1 + 1e-9) + 1e-15 * latency(w, 0.) for q in (0., .25, .5, .75, 1.))
+
+
+def test_eight_thousand_gpus_in_a_thousand_data_centres():
+    from moe_lab.hybrid_ep.domain import Domains, count_pairs, expert_order, groups, offset_groups, relation, route, traffic
+    d = Domains((1000, 8), (50, 2))
+    assert count_pairs(d) == {("AG", 0): 8000 * 49, ("A2A", 0): 8000 * 19, ("AG", 1): 8000, ("A2A", 1): 8000 * 3}
+    for kind, level in count_pairs(d): assert sorted(m for g in groups(d, kind, level) for m in g) == list(range(8000))
+    assert sorted(expert_order(d, 16000)) == list(range(16000)) and len(offset_groups(d)) == 100
+    token, expert = route(d, 0, 7999)
+    assert token[-1] == expert[-1] and all(relation(d, a, b)[0] == "A2A" for a, b in zip(token, token[1:]))
+    assert traffic(d, 8e6, 1e6)[0]["experts"] == 49e6
 
 
 @given(st.integers(1, 3), st.integers(2, 200), st.integers(0, 10**6))
@@ -133,6 +182,53 @@ def _uneven():
     from moe_lab.hybrid_ep.domain import Domains
     from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel
     MoE(8, 12, 5, 2, exchange=HybridParallel(Communicator(Domains((2,), (2,)))))(torch.randn(3, 8))
+
+
+def _steps(ratio, dtype, bias):
+    "Three steps of a layer on ranks of which one has no token; is everything finite, and do both sides agree on what travels?"
+    import torch.distributed as dist
+    from torch import nn
+    from moe_lab.comm.gradients import reduce_gradients
+    from moe_lab.experts.layer import MoE
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel, migrate
+    comm = Communicator(Domains((2,), (2,)), ratio)
+    torch.manual_seed(5)
+    model, optimizer = migrate(nn.Sequential(MoE(8, 12, 4, 2, bias=bias, exchange=HybridParallel(comm)))).to(dtype), None
+    for _ in range(3):
+        y, _ = model(torch.randn(5 * dist.get_rank(), 8, dtype=dtype))
+        y.float().square().sum().backward()
+        reduce_gradients(model); comm.settle()
+        optimizer = optimizer or SRAdamW(comm.shared, ratio)
+        comm.residual = optimizer.residual
+        optimizer.step(); optimizer.zero_grad()
+    return all(bool(p.isfinite().all()) for p in model.parameters()), len(comm.queue)
+
+
+@pytest.mark.parametrize("ratio, dtype, bias", [(1e9, torch.float32, False), (float("inf"), torch.float64, True), (1e-300, torch.float32, False), (10., torch.bfloat16, True)])
+def test_absurd_ratios_and_odd_dtypes_migrate(ranks, ratio, dtype, bias): assert ranks.run(_steps, ratio, dtype, bias, n=2) == [(True, 0)] * 2
+
+
+def _dies_in_backward():
+    import os
+    import torch.distributed as dist
+    from torch import nn
+    from moe_lab.experts.layer import MoE
+    from moe_lab.hybrid_ep.domain import Domains
+    from moe_lab.hybrid_ep.migrate import Communicator, HybridParallel, migrate
+    model = migrate(nn.Sequential(MoE(8, 12, 4, 2, exchange=HybridParallel(Communicator(Domains((2,), (2,)))))))
+    y, _ = model(torch.randn(4, 8))
+    if dist.get_rank() == 1: os._exit(7)
+    y.sum().backward()
+
+
+def test_a_rank_that_dies_before_gradients_go_home_ends_the_run():
+    import time
+    from moe_lab.cluster.launch import Pool, RankError
+    with Pool(2, timeout=5, backend="gloo") as pool:
+        start = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 7"): pool.run(_dies_in_backward)
+        assert time.monotonic() - start < 30
 
 
 def test_uneven_experts_are_refused(ranks):

@@ -108,13 +108,13 @@ def explain(a: Advice) -> str:
     if a.why: return head + a.why + "."
     best = a.compressed if a.compress else a.exact
     where = " x ".join(f"{l.name} {n}" for l, n in zip(a.cluster.levels, a.sizes))
-    lines = [head + f"an expert group is {where}; times are of a MoE block with the layers before it, forward and backward, of {a.tokens} tokens a GPU."]
+    lines = [head + f"an expert group is {where}; times are of a MoE block with the layers before it, forward and backward, of {a.tokens} tokens a GPU; p* is the stream model's, of forward."]
     for c in (a.exact, a.compressed):
         d = ", ".join(f"{l.name} {s} of {n}" for l, s, n in zip(a.cluster.levels, c.domains, a.sizes))
         name = "experts as they are" if c.ratio is None else f"compressed {c.ratio:g} times"
-        if a.seconds == a.plain and c.copies == 0: continue
-        lines.append(f"  {name:20} p* {c.best_share:.2f}; domains {d} (p {c.share:.2f}): {1e3 * c.seconds:.3g} ms, {a.plain / c.seconds:.2f}x over plain EP ({1e3 * a.plain:.3g} ms); copies {c.copies / 1e9:.2f} GB")
-        for level, t in c.traffic.items(): lines.append(f"    {level:>8}: tokens 4 x {t['tokens'] / 1e6:.3g} MB, experts {t['experts'] / 1e6:.3g} MB, gradients {t['gradients'] / 1e6:.3g} MB of a GPU")
+        gain = f"{1e3 * c.seconds:.3g} ms, {a.plain / c.seconds:.2f}x over plain EP ({1e3 * a.plain:.3g} ms); copies {c.copies / 1e9:.2f} GB" if c.copies else f"plain EP, {1e3 * a.plain:.3g} ms"
+        lines.append(f"  {name:20} p* {c.best_share:.2f}; domains {d} (p {c.share:.2f}): {gain}")
+        for level, t in c.traffic.items() if c.copies or c is a.exact else (): lines.append(f"    {level:>8}: tokens 4 x {t['tokens'] / 1e6:.3g} MB, experts {t['experts'] / 1e6:.3g} MB, gradients {t['gradients'] / 1e6:.3g} MB of a GPU")
     if a.room <= 0: lines.append("  a device has no memory left for copies of experts")
-    lines.append("  " + (f"plain expert parallelism is best: {1e3 * a.plain:.3g} ms, p* {a.exact.best_share:.2f} by the stream model" if a.speedup == 1 else f"best: {a.speedup:.2f}x, domains {best.domains}") + ("; compressing pays." if a.compress else "; compressing does not pay."))
+    lines.append("  " + ("plain expert parallelism is best" if a.speedup == 1 else f"best: {a.speedup:.2f}x, domains {best.domains}") + ("; compressing pays in time, and changes what is learned." if a.compress else "; compressing does not pay."))
     return "\n".join(lines)

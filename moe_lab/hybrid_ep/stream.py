@@ -39,12 +39,12 @@ def _share(p):
 
 def a2a_seconds(w: Workload, p): # p in [0, 1], a number or tensor
     "One all-to-all of tokens at share p [s] (eq. 3)."
-    return w.data * (w.gpus - 1) / (w.gpus * w.bandwidth) * _share(p)
+    return w.data * _share(p) * (w.gpus - 1) / w.gpus / w.bandwidth
 
 
 def gather_seconds(w: Workload, p): # p in [0, 1], a number or tensor
     "Gathering experts at share p [s] (eq. 4)."
-    return w.expert * (w.gpus - 1) / w.bandwidth * (1 - _share(p))
+    return w.expert * (1 - _share(p)) * (w.gpus - 1) / w.bandwidth
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #d96222a6
 def latency(w: Workload, p): # p in [0, 1], a number or tensor

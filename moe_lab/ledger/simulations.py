@@ -6,8 +6,7 @@
 __all__ = ['trillion_latency', 'serving_rate', 'training_rate', 'training_gain', 'layer_speedup', 'exchange_shares',
            'pipelining_gains', 'pipelining_at', 'two_dh_wins', 'switch_seconds', 'switch_changes', 'switch_gains',
            'worst_balance', 'flexmoe_speedup', 'share_error', 'wrong_shadows', 'smartmoe_seconds',
-           'data_centre_speedup', 'fixed_share_speedup', 'expert_size_speedup', 'data_speedup', 'recommender_cut',
-           'recommender_skew']
+           'thousand_data_centres', 'expert_size_speedup', 'data_speedup', 'recommender_cut', 'recommender_skew']
 
 # %% ../../nbs/ledger/02_simulations.ipynb #69680d65
 from functools import lru_cache
@@ -17,7 +16,8 @@ import numpy as np
 
 from ..cluster.topology import nd_a100_v4
 from ..core.types import Placement
-from ..hybrid_ep.stream import Workload, best_p, latency, share_of_domain
+from ..hybrid_ep.scale import TABLE5, speedups
+from ..hybrid_ep.stream import Workload, best_p, latency
 from ..models.zoo import zoo
 from ..placement.cost import Cost, device_seconds, step_seconds, total as columns_of
 from ..placement.policy import schedule
@@ -159,13 +159,11 @@ def smartmoe_seconds(seeds: int = 2) -> list[float]: # [SmartMoE, FasterMoE], ms
 # %% ../../nbs/ledger/02_simulations.ipynb #36cbd8ee
 def _gain(w, p): return latency(w, 1.) / latency(w, p)
 
-def data_centre_speedup(*dcs: int) -> list[float]:
-    "HybridEP with domains of 8 over expert parallelism as data centres grow: D 24 MB, P_E 0.36 MB compressed 50 times, 10 Gb/s, 1 ms before the experts."
-    return [_gain(Workload(24e6, .36e6 / 50, g, 1.25e9, 1e-3), share_of_domain(g, 8)) for g in dcs]
-
-def fixed_share_speedup(share: float) -> list[float]: # [1, speed-up, 1/p]
-    "HybridEP at p = `share` over expert parallelism on 1000 data centres, otherwise as `data_centre_speedup`, between its bounds."
-    return [1., _gain(Workload(24e6, .36e6 / 50, 1000, 1.25e9, 1e-3), share), 1 / share]
+def thousand_data_centres(domains=(), # data centres of a domain
+                          shares=(), # of all data centres that form a domain
+                          links=(1., 10., 40., 100.)) -> list[float]: # [Gb/s] -> a number each, domain by domain
+    "HybridEP over Tutel on 1000 simulated data centres, forward: `hybrid_ep.scale.TABLE5` compressed 50 times, 50 µs a message."
+    return [speedups(TABLE5, (1000,), g, d, s)[0] for d, s in [*((d, 0.) for d in domains), *((0, s) for s in shares)] for g in links]
 
 def expert_size_speedup(*megabytes: float) -> list[float]:
     "HybridEP over expert parallelism on 8 data centres, D 16 MB, no compression, 10 Gb/s, 1 ms, experts of several sizes."
