@@ -93,6 +93,7 @@ def parse(row: dict[str, str]) -> Claim: # of claims.csv
     note = "; ".join(filter(None, (row["tolerance"], row["note"])))
     return Claim(*(row[c] for c in ("id", "system", "claim", "paper_value", "unit", "how", "number")), args, row["rule"], target, bound, row["direction"], note, row["page"], row["source"])
 
+# %% ../nbs/95_claims.ipynb #8885cfee
 def _is_number(x): return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 def _check_rule(row, target, bound, fail):

@@ -6,7 +6,7 @@
 __all__ = ['commands', 'overview', 'main']
 
 # %% ../nbs/91_cli.ipynb #6039d536
-import sys
+import os, sys
 from importlib import import_module
 
 from fastcore.script import anno_parser
@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int: # process exit status
     module, name, _ = commands[verb]
     function = getattr(import_module(module), name)
     options = vars(anno_parser(function, prog=f"moe-lab {verb}").parse_args(rest))
-    try: function(**{k: v for k, v in options.items() if k not in ("pdb", "xtra")})     # fastcore's own two options
+    try:
+        function(**{k: v for k, v in options.items() if k not in ("pdb", "xtra")})     # fastcore's own two options
+        sys.stdout.flush()
+    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # `moe-lab zoo | head`: the reader has enough
     except (ValueError, TypeError, OSError, FloatingPointError) as e:
         print(f"moe-lab {verb}: {e}", file=sys.stderr); return 2
     return 0

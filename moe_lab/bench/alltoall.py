@@ -61,7 +61,7 @@ def both(moe, x):
         moe.zero_grad(); y, _ = moe(x); y.backward(torch.ones_like(y))
     return forward, step
 
-
+# %% ../../nbs/bench/05_alltoall.ipynb #0fb536da
 class Skewed(torch.nn.Module):
     "A gate for tests of load: a given share of the assignments goes to the first of `ranks` equal parts of the experts."
     def __init__(self, gate, share, ranks):
@@ -74,7 +74,7 @@ class Skewed(torch.nn.Module):
         i = torch.arange(T * k, device=x.device).view(T, k)
         return replace(r, expert=torch.where(first, i % part, part + i % (E - part)))
 
-
+# %% ../../nbs/bench/05_alltoall.ipynb #ae945143
 def run_layer(shapes, rounds):
     "For each shape and load: seconds forward, forward and backward; largest relative difference to one device."
     W, g = dist.get_world_size(), grid()
@@ -101,7 +101,7 @@ def run_layer(shapes, rounds):
             moe.gate = Skewed(moe.gate, share, W)
             yield row(f"expert parallel, dropless, {share:.0%} to rank 0", moe, None)
 
-
+# %% ../../nbs/bench/05_alltoall.ipynb #6c23ffe0
 def run_switch(shapes, rounds):
     "For each shape (T, D, F, E), top-1, and each r: seconds and difference as in `run_layer`."
     W = dist.get_world_size()

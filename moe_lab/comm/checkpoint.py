@@ -146,7 +146,7 @@ def _compare(wanted, stored, where):
     faults += [f"{k} is {stored[k]} there and {want[k]} in the model" for k in sorted(want.keys() & stored.keys()) if stored[k] != want[k]]
     if faults: raise ValueError(f"{where} does not fit the model: " + "; ".join(faults))
 
-
+# %% ../../nbs/comm/05_checkpoint.ipynb #068058d9
 # The classes that a checkpoint's own description is made of, and nothing that could run.
 _classes = {(c.__module__, c.__qualname__): c for c in (
     dcm.Metadata, dcm.TensorStorageMetadata, dcm.ChunkStorageMetadata, dcm.TensorProperties, dcm.MetadataIndex, dcm.StorageMeta, dcm._MEM_FORMAT_ENCODING,
@@ -174,7 +174,7 @@ class _Reader(dcp.FileSystemReader):
         claim = sum(math.prod(m.size) * m.properties.dtype.itemsize for m in found.state_dict_metadata.values())
         if claim > sum(sizes.values()): raise ValueError(f"tensors of {claim} bytes are not in {sum(sizes.values())} bytes of files")
 
-
+# %% ../../nbs/comm/05_checkpoint.ipynb #9b7face4
 def _read(state, reader, alone):
     try: _quietly(dcp.load, state, storage_reader=reader, no_dist=alone)
     except CheckpointException as e:
@@ -189,7 +189,7 @@ def _saved(path):
         raise ValueError(f"{path / 'extra.json'} must hold extra, groups and stacks as `save` writes them")
     return saved
 
-
+# %% ../../nbs/comm/05_checkpoint.ipynb #61b59b19
 def load(root,
          model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None,

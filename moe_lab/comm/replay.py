@@ -28,7 +28,7 @@ class _Play(torch.autograd.Function):
         if ctx.call != ctx.replay.calls: raise RuntimeError("a replayed layer was called again before its backward: its numbers are overwritten. Use graph=False for layers that are called twice a step")
         return None, *ctx.replay.play_back(dy)      # these tensors stay ours, so autograd copies what it keeps
 
-
+# %% ../../nbs/comm/02d_replay.ipynb #f89dd623
 class Replay:
     """`f(x)` recorded as CUDA graphs, with its gradients if any are wanted now. Calls give f's values for other x of that shape.
 

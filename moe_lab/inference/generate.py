@@ -160,7 +160,7 @@ def stream(model: nn.Module, # a GPT or a transformers causal language model
             note(f"token {step + 1}")                          # for a rank's failure message
             logits = d.step(token)
 
-
+# %% ../../nbs/inference/03_generate.ipynb #b32cf660
 def generate(model: nn.Module, prompts: list[list[int]], max_new: int = 64, sampling: Sampling = Sampling(),
              stop: int | None = None, context: int | None = None) -> list[list[int]]: # new tokens of each request
     "All of `stream` at once."

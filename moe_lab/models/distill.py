@@ -31,6 +31,7 @@ def _slices(V, chunk): return [slice(i, min(i + chunk, V)) for i in range(0, V, 
 
 def _logits(h, W): return (h @ W.t()).to(torch.promote_types(h.dtype, torch.float32))
 
+# %% ../../nbs/models/05_distill.ipynb #e1ba99a8
 class _Sum:
     "Running log-sum-exp of each token, and of `e^z * value` in the same scale."
     def __init__(self, like): self.m, self.s, self.v = like.new_full(like.shape[:1], -torch.inf), like.new_zeros(like.shape[:1]), like.new_zeros(like.shape[:1])
@@ -43,6 +44,7 @@ class _Sum:
     @property
     def lse(self): return self.m + self.s.log()
 
+# %% ../../nbs/models/05_distill.ipynb #53cb2e77
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, W, y, h_t, W_t, tau, chunk):
@@ -72,6 +74,7 @@ class _Losses(torch.autograd.Function):
             dW[c] = dz.t() @ h
         return dh.to(h.dtype), dW, None, None, None, None, None
 
+# %% ../../nbs/models/05_distill.ipynb #724e6a7a
 def chunked_losses(h_ND: Tensor, W_VD: Tensor, # the student's features and output weights
                    y_N: Tensor, # right tokens
                    teacher_ND: Tensor, W_teacher_VD: Tensor, # the teacher's, of any width; they get no gradient

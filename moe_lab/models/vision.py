@@ -82,6 +82,7 @@ class SwinConfig:
         if self.size % (2 * self.window): raise ValueError(f"size must be a multiple of 2*window={2 * self.window}, got {self.size}")
         if self.d_model % self.heads: raise ValueError(f"d_model must be a multiple of heads={self.heads}, got {self.d_model}")
 
+# %% ../../nbs/models/08_vision.ipynb #77f00b32
 class SwinBlock(nn.Module):
     def __init__(self, c: SwinConfig, d_model: int, size: int, shift: int, experts: int):
         super().__init__()
@@ -95,6 +96,7 @@ class SwinBlock(nn.Module):
         y, aux = (y, None) if isinstance(self.ffn, MLP) else y
         return x + y, aux
 
+# %% ../../nbs/models/08_vision.ipynb #d3ae32b6
 class Swin(nn.Module):
     "Pictures (B,size,size) -> logits (B,classes), aux of each layer."
     def __init__(self, config: SwinConfig):
