@@ -20,10 +20,10 @@ from .gpt import GPT
 from .train import TrainConfig, lm_loss, routing_losses
 
 # %% ../../nbs/models/05_distill.ipynb #cda59b1a
-def kd_loss(student_NV: Tensor, teacher_NV: Tensor, # logits
-            temperature: float = 1.) -> Tensor: # (N,)
+def kd_loss(student_TV: Tensor, teacher_TV: Tensor, # logits
+            temperature: float = 1.) -> Tensor: # (T,)
     "tau^2 * KL(teacher || student) of each token (Hinton et al. 2015). The readable form: holds both tensors of logits."
-    t, s = (F.log_softmax(z / temperature, -1) for z in (teacher_NV, student_NV))
+    t, s = (F.log_softmax(z / temperature, -1) for z in (teacher_TV, student_TV))
     return temperature ** 2 * (t.exp() * (t - s)).sum(-1)
 
 # %% ../../nbs/models/05_distill.ipynb #a0828840
@@ -75,18 +75,18 @@ class _Losses(torch.autograd.Function):
         return dh.to(h.dtype), dW, None, None, None, None, None
 
 # %% ../../nbs/models/05_distill.ipynb #724e6a7a
-def chunked_losses(h_ND: Tensor, W_VD: Tensor, # the student's features and output weights
-                   y_N: Tensor, # right tokens
-                   teacher_ND: Tensor, W_teacher_VD: Tensor, # the teacher's, of any width; they get no gradient
+def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and output weights
+                   y_T: Tensor, # right tokens
+                   teacher_TD: Tensor, W_teacher_VD: Tensor, # the teacher's, of any width; they get no gradient
                    temperature: float = 1.,
                    chunk: int = 8192, # tokens of the vocabulary at a time
-                  ) -> tuple[Tensor, Tensor]: # cross-entropy (N,), tau^2 * KL (N,)
-    "Both losses of each token from features, holding at most two (N, chunk) tensors of logits; differentiable in h and W."
+                  ) -> tuple[Tensor, Tensor]: # cross-entropy (T,), tau^2 * KL (T,)
+    "Both losses of each token from features, holding at most two (T, chunk) tensors of logits; differentiable in h and W."
     if len(W_VD) != len(W_teacher_VD): raise ValueError(f"student and teacher must share a vocabulary, got {len(W_VD)} and {len(W_teacher_VD)} tokens")
-    kind = h_ND.device.type
+    kind = h_TD.device.type
     if torch.is_autocast_enabled(kind):
-        h_ND, W_VD, teacher_ND, W_teacher_VD = (t.to(torch.get_autocast_dtype(kind)) for t in (h_ND, W_VD, teacher_ND, W_teacher_VD))
-    return _Losses.apply(h_ND, W_VD, y_N, teacher_ND.detach(), W_teacher_VD.detach(), temperature, chunk)
+        h_TD, W_VD, teacher_TD, W_teacher_VD = (t.to(torch.get_autocast_dtype(kind)) for t in (h_TD, W_VD, teacher_TD, W_teacher_VD))
+    return _Losses.apply(h_TD, W_VD, y_T, teacher_TD.detach(), W_teacher_VD.detach(), temperature, chunk)
 
 # %% ../../nbs/models/05_distill.ipynb #d2cbdb3f
 class TeacherCache:
