@@ -137,11 +137,12 @@ def smart_pass(cost: Cost, flow: np.ndarray, groups: int, share: float = 1 / 3) 
 # %% ../../nbs/placement/05b_smart_schedule.ipynb #0e4f5aa0
 def smart_seconds(cost: Cost, counts: np.ndarray, # (G,E)
                   placement: Placement, shadowed: list[int] = (), # as in `flows`
-                  groups: int | None = None, # None: every device is one
+                  groups: int | None = None, # None: as many as divide the devices, at most 16
                  ) -> float:
     "`step_seconds` with the smart schedule: forward, backward, then gradients of copies, and 2 transfers of parameters for each shadow."
     p = placement.slots.numpy()
-    flow, n = flows(counts, placement, shadowed), groups or cost.cluster.num_devices
+    flow, G = flows(counts, placement, shadowed), cost.cluster.num_devices
+    n = groups or max(n for n in range(1, 17) if G % n == 0)
     sync = total(cost, np.asarray(counts, float).T, p)[1].max() if (p > 0).sum(1).max() > 1 else 0.
     copies = cost.copy_seconds * ((p > 0).sum(0).max() + len(shadowed))
     return smart_pass(cost, flow, n) + smart_pass(cost, flow, n, 2 / 3) + float(sync) + copies + 2 * len(shadowed) * cost.expert_bytes / min(cost.bandwidth) + cost.fixed
