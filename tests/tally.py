@@ -2,8 +2,9 @@
 
 A test tries a case when its source names the id in a comment or in its docstring (`# Z02`), a notebook when a code cell does.
 Tests count their own work with pytest's `record_property`: examples, files, faults, moves, worlds, runs."""
-import csv, inspect, io, json, platform, re, tokenize
+import csv, inspect, io, json, platform, re, subprocess, tokenize
 from collections import Counter
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 
@@ -46,10 +47,12 @@ class Tally:
     def __init__(self, path):
         self.path = Path(path)
         self.tests = json.loads(self.path.read_text())["tests"] if self.path.exists() else {}
+        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        self.commit = git.stdout.strip() or None
 
     def pytest_runtest_logreport(self, report):
         if not report.failed and (report.when != "call" or report.skipped): return
-        row = self.tests[report.nodeid] = dict(passed=report.passed)
+        row = self.tests[report.nodeid] = dict(passed=report.passed, commit=self.commit, date=f"{date.today()}")
         for name, value in report.user_properties: row[name] = row[name] + value if name in row else value
 
     def pytest_sessionfinish(self, session):
