@@ -1,9 +1,9 @@
 """Every kernel of one device at odd sizes, empty experts, tails of tiles and no token, under compute-sanitizer.
 
-    python .ci/gpu/sanitize.py [seconds a tool]    all groups plain, under memcheck and under racecheck; writes sanitize.json, sanitize.txt (all that was said) and summary.txt to $OUT
-    python .ci/gpu/sanitize.py --group NAME        one group of cases in this process
+    python .ci/gpu/sanitize.py [seconds a tool [tools]]      all groups plain, under memcheck and under racecheck; writes sanitize.json, sanitize.txt (all that was said) and summary.txt to $OUT
+    python .ci/gpu/sanitize.py --group NAME SECONDS SIZE     one group of cases in this process; no case begins after SECONDS
 """
-import glob, json, os, re, shutil, subprocess, sys, tempfile, time
+import glob, json, os, re, shutil, signal, subprocess, sys, tempfile, time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,8 @@ def tensors():
 
 @contextmanager
 def case(name):
-    "Says how a case ends; one that fails does not end the others."
+    "Says how a case ends; one that fails does not end the others. None begins when the time is over: the tool sums up what it saw."
+    if time.monotonic() > end: print(f"cases: {len(bad)} wrong, stopped before {name}: " + " | ".join(bad), flush=True); sys.exit()
     said = len(bad)
     try:
         yield lambda **outputs: bad.extend(f"{name}: {n} has {int((~t.isfinite()).sum())} of {t.numel()} not finite, {int(t.isnan().sum())} of them NaN" for n, t in outputs.items() if not t.isfinite().all())
@@ -40,8 +41,9 @@ def grouped(hopper):
     from moe_lab.experts import grouped_kernels
     from moe_lab.experts.grouped import expert_mlp, grouped_moe
     grouped_kernels.HOPPER.clear(); grouped_kernels.HOPPER.update(hopper)
-    for T, D, F, E, k, act, dtype, bias in [(700, 128, 192, 4, 2, "swiglu", BF, False), (300, 96, 80, 4, 2, "geglu", BF, True), (700, 768, 768, 3, 1, "swiglu", HALF, False),
-                                            (90, 33, 20, 3, 3, "gelu", HALF, True), (60, 40, 24, 130, 2, "relu2", SINGLE, True), (0, 64, 64, 4, 2, "swiglu", BF, False)]:
+    many, wide = (700, 768) if size == "full" else (290, 256)
+    for T, D, F, E, k, act, dtype, bias in [(0, 64, 64, 4, 2, "swiglu", BF, False), (many, 128, 192, 4, 2, "swiglu", BF, False), (300, 96, 80, 4, 2, "geglu", BF, True),
+                                            (90, 33, 20, 3, 3, "gelu", HALF, True), (60, 40, 24, 130, 2, "relu2", SINGLE, True), (many, wide, wide, 3, 1, "swiglu", HALF, False)]:
         h = 2 if act in ("swiglu", "geglu") else 1
         leaves = dict(x=rand(T, D, dtype=dtype), weight=rand(T, k, dtype=SINGLE), up=rand(E, h * F, D, dtype=dtype, scale=D**-.5), down=rand(E, D, F, dtype=dtype, scale=F**-.5))
         if bias: leaves |= dict(up_bias=rand(E, h * F, dtype=dtype), down_bias=rand(E, D, dtype=dtype))
@@ -80,7 +82,7 @@ def routing():
                 d, x, s = dispatch(ids, E, capacity), rand(T, 40, dtype=BF), rand(T, k, dtype=SINGLE)
                 y = decode(encode(x, d), d, s)
                 finite(**named("gradient of", y, y.float().sum(), x=x, weight=s))
-    with case("plan of 1000 experts"): expert_plan(torch.randint(-1, 1000, (3000, 8), device="cuda"), 1000, 128)
+    with case("plan of 1000 experts"): expert_plan(torch.randint(-1, 1000, (3000 if size == "full" else 300, 8), device="cuda"), 1000, 128)
 
 def blocksparse():
     from moe_lab.core.types import dispatch
@@ -89,7 +91,7 @@ def blocksparse():
     for block, dtype, D, F in ((128, BF, 136, 256), (64, BF, 72, 64), (256, HALF, 256, 256), (128, SINGLE, 40, 128), (128, BF, 65, 96)):
         d = dispatch(e.cuda(), 4)
         leaves = dict(x=rand(430, D, dtype=dtype), weight=rand(430, 1, dtype=dtype), up=rand(4, 2 * F, D, dtype=dtype, scale=D**-.5), down=rand(4, D, F, dtype=dtype, scale=F**-.5))
-        for loss in ("mean", "sum"):
+        for loss in ("mean", "sum") if size == "full" else ("mean",):
             for sync in (True, False):
                 with case(f"block {block} D{D} F{F} {dtype} sync {sync} {loss}") as finite:
                     x, *rest = leaves.values()
@@ -124,7 +126,7 @@ def steps():
             model = GPT(GPTConfig(101, 128, 2, heads, 80, experts=(0, 5), top_k=2, num_kv_heads=kv)).to("cuda", BF)
             assert fits(model, B)
             step = FusedStep(model, KVCache(model.config, B, 70, "cuda", BF))
-            for _ in range(66): y = step(torch.randint(101, (B,), device="cuda"))
+            for _ in range(66 if size == "full" else 3): y = step(torch.randint(101, (B,), device="cuda"))
             finite(logits=y)
 
 def compress():
@@ -151,7 +153,7 @@ def run_all(how, command, seconds, report):
     for g in GROUPS:
         out = tempfile.TemporaryFile("w+", errors="replace")
         env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if how != "plain" else {})      # a tensor is an allocation: one past its end is seen
-        running[g] = subprocess.Popen([*command, sys.executable, __file__, "--group", g], stdout=out, stderr=subprocess.STDOUT, env=env), out
+        running[g] = subprocess.Popen([*command, sys.executable, __file__, "--group", g, str(seconds * .7), "small" if how == "racecheck" else "full"], stdout=out, stderr=subprocess.STDOUT, env=env), out
     rows = report[how] = {}
     for g, (p, out) in running.items():
         try: code = p.wait(max(.1, seconds - (time.monotonic() - start)))
@@ -165,23 +167,25 @@ def run_all(how, command, seconds, report):
         print(f"[{time.monotonic() - start:5.1f} s] {how} {g}: {rows[g]}", flush=True)
         (OUT / "sanitize.json").write_text(json.dumps(report, indent=1))
 
-def main(seconds):
+def main(seconds=100., tools="memcheck,racecheck"):
     import torch
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     tool = find_tool()
     report = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=__import__("triton").__version__, tool=tool,
                   version=subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1:] if tool else "compute-sanitizer is not installed")
     print(report, flush=True)
-    run_all("plain", [], seconds, report)                            # kernels are compiled here, not under the tool
-    if tool:
-        run_all("memcheck", [tool, "--tool", "memcheck", "--print-limit", "20"], seconds, report)
-        run_all("racecheck", [tool, "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "20"], seconds, report)
-    lines = [f"{how} {g}: {r['summary'] or ''} {r['cases']}" for how in ("plain", "memcheck", "racecheck") for g, r in report.get(how, {}).items()]
-    (OUT / "summary.txt").write_text("\n".join([str(report["version"]), *lines]) + "\n")
-    print(*lines, "end", sep="\n", flush=True)
+    try:
+        run_all("plain", [], float(seconds), report)                 # kernels are compiled here, not under the tool
+        for t in tools.split(",") if tool else (): run_all(t, [tool, "--tool", t, "--print-limit", "20", *(["--racecheck-report", "all"] if t == "racecheck" else [])], float(seconds), report)
+    finally:
+        lines = [f"{how} {g}: {r['summary'] or ''} {r['cases']}" for how, rows in report.items() if isinstance(rows, dict) for g, r in rows.items()]
+        (OUT / "summary.txt").write_text("\n".join([str(report["version"]), *lines]) + "\n")
+        print(*lines, "end", sep="\n", flush=True)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--group"]:
+        end, size = time.monotonic() + float(sys.argv[3]), sys.argv[4]
         tensors()
         GROUPS[sys.argv[2]]()
         print(f"cases: all finite" if not bad else f"cases: {len(bad)} wrong: " + " | ".join(bad), flush=True)
-    else: main(float(sys.argv[1]) if sys.argv[1:] else 100.)
+    else: main(*sys.argv[1:])

@@ -110,7 +110,7 @@ class Experts(nn.Module):
         gated = get_activation(self.activation).halves == 2
         if gated and x_ECD.numel() and triton_body(x_ECD, self.up, self.down, dtypes=(torch.float16, torch.bfloat16)):   # activation inside the kernel
             E, C, _ = x_ECD.shape
-            return self.forward(x_ECD.flatten(0, 1), torch.arange(0, E * C + 1, C, device=x_ECD.device)).view(x_ECD.shape)
+            return Experts.forward(self, x_ECD.flatten(0, 1), torch.arange(0, E * C + 1, C, device=x_ECD.device)).view(x_ECD.shape)
         y_ECD = _Product.apply(self.hidden(x_ECD), self.down)
         return y_ECD if self.down_bias is None else y_ECD + self.down_bias[:, None]
 

@@ -147,7 +147,7 @@ def step_and_select(w: Tensor, g: Tensor, m: Tensor, v: Tensor, # (E, ...) exper
         for lo in range(0, n, chunk):
             part = [t[e, lo:lo + chunk] for t in flat]
             _update(*part, h)
-            r = part[0] - shared.view(-1)[lo:lo + chunk]
+            r = part[0] - shared.reshape(-1)[lo:lo + chunk]
             i = (~(r.abs() < threshold[e])).nonzero()[:, 0]                # a NaN travels
             found.append((torch.full_like(i, e), i + lo, r[i]))
     return _packed(*map(torch.cat, zip(*found)), E, k, n)
