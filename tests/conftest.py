@@ -34,14 +34,14 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """The tests of a file share what they prepare, and the files with ranks share one pool: one worker runs them.
-    Notebooks go one by one to whoever is free."""
+    Notebooks and fuzzed operators go one by one to whoever is free."""
     from xdist.scheduler import LoadScopeScheduling
     uses_ranks = {p.name for p in Path(__file__).parent.rglob("test_*.py") if re.search(r"def \w+\([^)]*\branks\b", p.read_text())}
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = Path(nodeid.partition("::")[0]).name
-            return nodeid if file == "test_notebooks.py" else "ranks" if file in uses_ranks else file
+            return nodeid if file in ("test_notebooks.py", "test_fuzz.py") else "ranks" if file in uses_ranks else file
 
     return ByFile(config, log)
 
