@@ -10,7 +10,7 @@ import torch
 
 from .harness import Report, copy_rate, machine, measure, script
 from ..core.backend import use
-from ..hybrid_ep.compress import AdamW, Residual, SRAdamW, decode, encode, entries_for_ratio, shared_expert, step_and_select
+from ..hybrid_ep.compress import AdamW, Residual, SRAdamW, decode, encode, places, shared_expert, sr_product, step_and_select
 
 # %% ../../nbs/bench/08_compress.ipynb #f1de159b
 def _experts(E, n, dtype, device, seed=0):
@@ -22,7 +22,7 @@ def _experts(E, n, dtype, device, seed=0):
 def check(E: int, n: int, ratio: float, dtype, device) -> float:
     "Largest difference between kernels and plain bodies after one step and a decode, relative to the largest weight."
     w, (grad, m, v) = _experts(E, n, dtype, device)
-    s, k = shared_expert(w), max(1, entries_for_ratio(n, ratio, dtype.itemsize))
+    s, k = shared_expert(w), places(w, ratio)
     threshold, h = encode(w, s, k).value.abs().float().topk(max(1, 3 * k // 4)).values[:, -1], AdamW(1e-3, (.9, .95), 1e-8, .1, 5)
     def both(body):
         t = [w.clone(), grad.to(dtype), m.clone().to(dtype), v.abs().to(dtype)]
@@ -43,7 +43,7 @@ def _steps(E, n, ratio, device) -> dict:
     parts = [torch.nn.Parameter(w.clone()) for _ in range(3)]
     for p in parts: p.grad = grad.clone()
     alone, beside = (torch.optim.AdamW([p], lr=1e-5, fused=True) for p in parts[:2])
-    inside, k = SRAdamW({parts[2]: s}, ratio, lr=1e-5), max(1, entries_for_ratio(n, ratio, 4))
+    inside, k = SRAdamW({parts[2]: s}, ratio, lr=1e-5), places(w, ratio)
     def then_encode():
         beside.step()
         return encode(parts[1].data, s, k)
@@ -52,10 +52,17 @@ def _steps(E, n, ratio, device) -> dict:
 def _decodes(E, n, ratio, dtype, device) -> dict:
     w, _ = _experts(E, n, dtype, device)
     s = shared_expert(w)
-    r = encode(w, s, max(1, entries_for_ratio(n, ratio, dtype.itemsize)))
+    r = encode(w, s, places(w, ratio))
     def two_passes():
         with use("torch"): return decode(r, s)
     return dict(two_passes=two_passes, one_pass=lambda: decode(r, s))
+
+def _products(E, N, K, rows, dtype, device) -> dict:
+    "Rows of each expert times its matrix, 50 times compressed: decoded and multiplied, or without any decoded expert."
+    w = _experts(E, N * K, dtype, device)[0].view(E, N, K)
+    s, x = shared_expert(w), torch.randn(E * rows, K, device=device).to(dtype)
+    r, offsets = encode(w, s, places(w, 50)), torch.arange(E + 1) * rows
+    return dict(decoded=lambda: torch.bmm(x.view(E, rows, K), decode(r, s).transpose(1, 2)).flatten(0, 1), without=lambda: sr_product(x, offsets, r, s))
 
 def overhead_cut(alone: float, beside: float, inside: float) -> float: # seconds -> share
     "How much of the encoder's overhead fusing takes away."
@@ -85,5 +92,15 @@ def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False):
                 t = measure(_decodes(E, n, ratio, dtype, device), device, 20 if on_gpu else 5)
                 must = E * n * dtype.itemsize / report.limits["copy"]
                 report.add(case, **t, cut=1 - t["one_pass"].median / t["two_passes"].median, of_copy=must / t["one_pass"].median)
+        for rows in (16, 128, 1024) if on_gpu else (16,):
+            for dtype in (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,):
+                case = dict(what="product", size=name, rows=rows, dtype=str(dtype)[6:])
+                if report.done(case): continue
+                K = 1024 if n > 2**22 else 512
+                forms = _products(E, n // 2 // K, K, rows, dtype, device)                  # one of an expert's two matrices
+                worst = (forms["decoded"]() - forms["without"]()).float().abs().max() / forms["decoded"]().float().abs().max()
+                if worst > (1e-3 if dtype == torch.float32 else .05): raise RuntimeError(f"{case}: the two products differ by {float(worst)}")
+                t = measure(forms, device, 20 if on_gpu else 5)
+                report.add(case, **t, gain=t["decoded"].median / t["without"].median)
 
 if __name__ == "__main__" and "__file__" in globals(): script("compress")
