@@ -8,7 +8,7 @@ __all__ = ['MODELS', 'PAPER', 'LAYER', 'problem', 'difference', 'main']
 # %% ../../nbs/bench/03_blocksparse.ipynb #3d182560
 import torch
 
-from .harness import Report, copy_rate, machine, matmul_rate, measure, script
+from .harness import Report, captured, copy_rate, machine, matmul_rate, measure, script
 from ..core.types import dispatch
 from ..experts.blocksparse import blocksparse_mlp
 from ..experts.grouped import grouped_moe
@@ -75,13 +75,6 @@ def _run(report, case, sizes, device, dtype, rounds):
                of_bmm=t["bmm"].median / t["ours"].median, error=errors[0], bmm_error=errors[1])
 
 # %% ../../nbs/bench/03_blocksparse.ipynb #50e51814
-def _captured(f):
-    "`f` as a CUDA graph."
-    f()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): f()
-    return graph.replay
-
 def _run_layer(report, case, sizes, device, dtype, rounds):
     "Time forward and forward + backward of the block-sparse expert MLP and of the grouped one, eager and as CUDA graphs."
     if report.done(case): return
@@ -95,7 +88,7 @@ def _run_layer(report, case, sizes, device, dtype, rounds):
     for what, call in dict(forward=lambda f: f(*args).detach(), step=lambda f: torch.autograd.grad(f(*args), with_grad, dy)).items():
         with torch.set_grad_enabled(what == "step"):
             variants = {n: lambda f=f: call(f) for n, f in layers.items()}
-            if device == "cuda": variants |= {f"{n}_graph": _captured(v) for n, v in variants.items()}
+            if device == "cuda": variants |= {f"{n}_graph": g for n, v in list(variants.items()) if (g := captured(v))}
             times |= {f"{what}_{n}": t for n, t in measure(variants, device, rounds).items()}
     report.add(case, **times, error=error)
 
