@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .blocksparse import MODELS
-from .harness import Report, machine, matmul_rate, measure, peak_bytes, script
+from .harness import Report, captured, machine, matmul_rate, measure, peak_bytes, script
 from ..core.types import Routing, dispatch
 from ..experts.blocksparse import blocksparse_mlp
 from ..experts.layer import Experts, with_capacity
@@ -38,8 +38,9 @@ def both(T: int, D: int, F: int, E: int, imbalance: float, device, dtype) -> tup
     "The two ways of a dropless layer with GELU, and what they are functions of."
     r, experts = routing(T, E, imbalance, device), Experts(D, F, E, "gelu").to(device, dtype)
     x, d = torch.randn(T, D, device=device, dtype=dtype, requires_grad=True), dispatch(r.expert, E)
+    C = needed(r)                                   # Tutel reads it anew each step, as MegaBlocks reads its number of rows
     return dict(blocks=lambda x: blocksparse_mlp(x, d, r.weight, experts.up, experts.down, "gelu"),
-                padded=lambda x: with_capacity(x, r, needed(r), experts)[0]), x, list(experts.parameters())
+                padded=lambda x: with_capacity(x, r, C, experts)[0]), x, list(experts.parameters())
 
 
 def run_layer(report: Report, case: dict, sizes: tuple, device: str, dtype, rounds: int):
@@ -51,8 +52,9 @@ def run_layer(report: Report, case: dict, sizes: tuple, device: str, dtype, roun
     if error > (1e-5 if dtype == torch.float32 else 2e-2): raise RuntimeError(f"{case}: the two ways differ by {error}")
     steps = {n: lambda f=f: torch.autograd.grad(f(x), [x, *weights], dy) for n, f in ways.items()}
     memory = {f"{n}_bytes": peak_bytes(s, device) for n, s in steps.items()} if device == "cuda" else {}
-    t = measure(steps, device, rounds)
-    report.add(case, **t, gain=t["padded"].median / t["blocks"].median, error=error, **memory)
+    graphs = {f"{n}_graph": g for n, s in steps.items() if device == "cuda" and (g := captured(s))}
+    t, of = measure(steps | graphs, device, rounds), "_graph" if len(graphs) == 2 else ""
+    report.add(case, **t, gain=t["padded" + of].median / t["blocks" + of].median, error=error, **memory)
 
 # %% ../../nbs/bench/11_padding.ipynb #992a6bdb
 def pieces(C: int, D: int, W: int, device, dtype) -> dict: # way -> function
@@ -66,14 +68,14 @@ def main(device: str, out: str, quick: bool):
     small = quick or device == "cpu"
     dtype, rounds = torch.float32 if device == "cpu" else torch.bfloat16, 3 if small else 20
     report = Report("padding", out, machine(device), dict if small else lambda: dict(matmul=matmul_rate(device)))
-    for model, sizes in ({"tiny": (256, 32, 64, 8)} if small else MODELS).items():
-        for imbalance in (1, 2, 4, 8)[:2 if small else 4]: run_layer(report, dict(what="layer", model=model, imbalance=imbalance), sizes, device, dtype, rounds)
     C, D = (64, 32) if small else (16384, 4096)
     for W in (4, 16) if small else (16, 64, 256, 1024, 2048):
         case = dict(what="pieces", W=W, C=C, D=D)
         if report.done(case): continue
         t = measure(pieces(C, D, W, device, dtype), device, rounds)
         report.add(case, **t, gain=t["pieces"].median / t["whole"].median)
+    for model, sizes in ({"tiny": (256, 32, 64, 8)} if small else dict(reversed(MODELS.items()))).items():
+        for imbalance in (1, 2, 4, 8)[:2 if small else 4]: run_layer(report, dict(what="layer", model=model, imbalance=imbalance), sizes, device, dtype, rounds)
 
 # %% ../../nbs/bench/11_padding.ipynb #83a7dd6c
 #| eval: false
