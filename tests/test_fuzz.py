@@ -2,7 +2,7 @@
 import pytest
 from hypothesis import given, settings
 
-from strategies import BODIES, CHECKS, DEV, KERNELS, problems
+from strategies import BODIES, CHECKS, DEV, KERNELS, Problem, problems
 
 SMALL = dict(tokens=10, width=24, experts=4, blocks=(16,))        # the interpreter runs a program a millisecond
 RUNS = [(name, body) for body in BODIES for name in CHECKS if body == "torch" or name in KERNELS]
@@ -23,3 +23,16 @@ def test_operator(name, body, examples, record_property):
 
     holds()
     record_property("examples", dict(what=f"{name}, {body}", n=done))
+
+
+# What the fuzzers found, shrunk and mended: tried on every run, at every size of the budget.
+FOUND = [("compress", "torch", Problem(0, 2, 2, 1, 1, layout="strided", dtype="float64")),                              # a shared expert that is a view
+         ("generate", "triton", Problem(1, 1, 1, 1, 1, activation="geglu", weighted=False)),                            # token ids that are a view
+         ("generate", "triton", Problem(0, 1, 1, 1, 1, activation="geglu", weighted=False, dtype="float16")),           # a dense gated MLP in half precision
+         ("rows", "triton", Problem(1, 8, 1, 1, 1, activation="gelu", weighted=False, layout="offset")),                # one row of a wider matrix
+         ("blocksparse", "triton", Problem(0, 1, 1, 1, 1, activation="gelu", weighted=False)),                          # no block is stored
+         ("blocksparse", "triton", Problem(3, 1, 1, 1, 1, "none", activation="gelu", weighted=False))]
+
+
+@pytest.mark.parametrize("name, body, problem", FOUND)
+def test_what_was_found_stays_mended(name, body, problem): CHECKS[name](problem, body)

@@ -1,5 +1,6 @@
-"""Training that is saved, killed, resumed and resharded at random keeps the losses of a run that nothing disturbed; ranks that die never hang the others."""
+"""Training that is saved, killed, resumed, resharded and whose experts move, all at random, keeps the losses of a run that nothing disturbed; ranks that die never hang the others."""
 import os, random, signal, time
+from collections import Counter
 
 import pytest
 import torch
@@ -13,11 +14,16 @@ from moe_lab.comm import checkpoint
 from moe_lab.comm.gradients import check_copies, clip_grad_norm, reduce_gradients
 from moe_lab.comm.parallel import ExpertParallel
 from moe_lab.comm.switch import Switchable
+from moe_lab.placement.execute import move, placed_layers
+from moe_lab.placement.placed import Placed
 from test_comm_parallel import differences
+from test_placement_execute import some_placement
 
-D, E, N, STEPS = 4, 2, 11, 8
-LAYOUTS = {"one": (1, lambda: ExpertParallel(grid())), "ep 2": (2, lambda: ExpertParallel(grid())), "ep 3": (3, lambda: ExpertParallel(grid())), "ep 2 x 2 copies": (4, lambda: ExpertParallel(grid(ep=2))),
-           "r 0": (4, lambda: Switchable(grid(), 0)), "r 1": (4, lambda: Switchable(grid(), 1)), "r 2": (4, lambda: Switchable(grid(), 2))}
+D, E, N, STEPS = 4, 4, 11, 8
+LAYOUTS = {"one": (1, lambda _: ExpertParallel(grid())), "ep 2": (2, lambda _: ExpertParallel(grid())), "ep 3": (3, lambda _: ExpertParallel(grid())), "ep 2 x 2 copies": (4, lambda _: ExpertParallel(grid(ep=2))),
+           "placed 2": (2, lambda rnd: Placed(grid(), some_placement(rnd, E, 2, 3))), "placed 3": (3, lambda rnd: Placed(grid(), some_placement(rnd, E, 3, 2))),
+           "placed 4": (4, lambda rnd: Placed(grid(), some_placement(rnd, E, 4, 2))),
+           "r 0": (4, lambda _: Switchable(grid(), 0)), "r 1": (4, lambda _: Switchable(grid(), 1)), "r 2": (4, lambda _: Switchable(grid(), 2))}
 
 
 class Model(nn.Module):
@@ -33,11 +39,12 @@ class Model(nn.Module):
 def kill(): os.kill(os.getpid(), signal.SIGKILL)
 
 
-def advance(layout, folder, first, last, fault=None, victim=0):
-    "Steps first..last-1 on global batches, uneven over the ranks; loads step `first`, saves `last`. `fault`: where the victim is killed in the last step."
-    W, rank = dist.get_world_size(), dist.get_rank()
+def advance(layout, folder, first, last, seed=0, fault=None, victim=0):
+    """Steps first..last-1 on global batches, uneven over the ranks, between them moves of placed experts; loads step `first`, saves `last`, even while
+    experts move. `fault`: where the victim is killed in the last step. Losses, and copies that moved."""
+    W, rank, rnd, moved = dist.get_world_size(), dist.get_rank(), random.Random(seed), 0
     torch.manual_seed(0)
-    model = Model(LAYOUTS[layout][1]()).double()
+    model = Model(LAYOUTS[layout][1](rnd)).double()
     opt = torch.optim.AdamW(model.parameters(), lr=.05)
     if first: assert checkpoint.load(folder, model, opt, first) == {"at": first}
     losses = []
@@ -53,36 +60,37 @@ def advance(layout, folder, first, last, fault=None, victim=0):
         loss = (model(x[mine])[0] - target[mine]).square().sum() / N
         (loss * W).backward()
         reduce_gradients(model); clip_grad_norm(model, 1.); opt.step()
+        if doomed == "move": dist.batch_isend_irecv = lambda *_: kill()
+        if placed_layers(model) and (fault == "move" or rnd.random() < .7): moved += move(model, opt, [some_placement(rnd, E, W, 6 // W + 1)], i + 1)
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item())
-    check_copies(model)
+    if not (placed_layers(model) and model.moe.exchange.moving): check_copies(model)
     if fault == "save" and rank == victim % W: checkpoint._quietly = lambda *a, **k: kill()
     checkpoint.save(folder, last, model, opt, {"at": last})
-    return losses
+    return losses, moved
 
 
 def walk(ranks, folder, seed, record_property, most_faults):
-    rnd, at, faults, moves = random.Random(seed), 0, 0, 0
-    want = ranks.run(advance, "one", folder / "undisturbed", 0, STEPS, n=1)[0]
+    rnd, at, count = random.Random(seed), 0, Counter()
+    want, _ = ranks.run(advance, "one", folder / "undisturbed", 0, STEPS, n=1)[0]
     while at < STEPS:
         layout, last = rnd.choice(list(LAYOUTS)), min(STEPS, at + rnd.randint(1, 3))
-        fault = rnd.choice(["forward", "backward", "save"]) if faults < most_faults and rnd.random() < .5 else None
-        W, victim = LAYOUTS[layout][0], rnd.randrange(4)
-        start = time.monotonic()
+        fault = rnd.choice(["forward", "backward", "save"] + ["move"] * ("placed" in layout)) if count["faults"] < most_faults and rnd.random() < .5 else None
+        W, victim, start = LAYOUTS[layout][0], rnd.randrange(4), time.monotonic()
+        job = advance, layout, folder / "walk", at, last, rnd.randrange(99)
         if fault:
-            with pytest.raises(RankError) as e: ranks.run(advance, layout, folder / "walk", at, last, fault, victim, n=W, timeout=10)
+            with pytest.raises(RankError) as e: ranks.run(*job, fault, victim, n=W, timeout=10)
             assert e.value.rank == victim % W and time.monotonic() - start < 60
             assert checkpoint.steps(folder / "walk")[-1:] == ([at] if at else [])     # what was saved stays, nothing half-written counts
-            faults += 1
+            count["faults"] += 1
             continue
-        for losses in ranks.run(advance, layout, folder / "walk", at, last, n=W): assert losses == pytest.approx(want[at:last], rel=1e-9), (seed, layout, at)
-        at, moves = last, moves + 1
-    record_property("faults", faults)
-    record_property("moves", moves)
+        for losses, moved in ranks.run(*job, n=W): assert losses == pytest.approx(want[at:last], rel=1e-9), (seed, layout, at)
+        at, count["pieces"], count["moves"] = last, count["pieces"] + 1, count["moves"] + moved
+    for what, n in count.items(): record_property(what, n)
 
 
-def test_a_walk(ranks, tmp_path, record_property): walk(ranks, tmp_path, 3, record_property, 2)
+def test_a_walk(ranks, tmp_path, record_property): walk(ranks, tmp_path, 25, record_property, 2)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def activate(pre: Tensor, name: str, width: int, # blocks of a row that an exper
     "The activation of stored blocks (num_blocks,B,B); with `dh` also the gradient of `pre`."
     if triton_body(pre):
         from moe_lab.experts.row_kernels import activate_rows
-        out = activate_rows(pre, name, width * pre[0].numel(), get_activation(name).halves, dh)     # a row of blocks is one row of gate, then up
+        out = activate_rows(pre, name, width * pre.shape[1] ** 2, get_activation(name).halves, dh)     # a row of blocks is one row of gate, then up
         return out.view(-1, *pre.shape[1:]) if dh is None else (out[0].view(-1, *pre.shape[1:]), out[1])
     act, B = get_activation(name), pre.shape[-1]
     x = _halves(pre, act.halves, width)
