@@ -40,7 +40,8 @@ def main():
     from moe_lab.hybrid_ep.curves import SCALES, arms
     done = json.loads(result.read_text())["runs"] if result.exists() else []
     have = {(o["arm"], o["seed"]) for o in done}
-    first = [["exact", "50x", "50x without shared"], ["10x", "10x without shared"], ["50x, experts start alike", "exact, experts start alike"]]
+    first = [["exact", "50x", "50x without shared"], ["10x", "10x without shared"], ["50x, experts start alike", "exact, experts start alike"],
+             ["exact, lr 1e-4", "50x, lr 1e-4", "50x without shared, lr 1e-4"]]
     parts = [*first, [a for a in arms(SCALES[SCALE]) if a not in sum(first, [])]]     # the paper's own question before the others
     jobs = [(a, s) for part in parts for s in range(int(os.environ.get("SEEDS", 3))) for a in part if a in arms(SCALES[SCALE]) and (a, s) not in have]
     where = f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else DEVICE}, PyTorch {torch.__version__}, text of Python 3.11"

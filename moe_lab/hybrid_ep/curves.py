@@ -71,9 +71,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Arm:
-    "`exchange`: None, every token meets the exact expert. `alike`: all experts of a layer start as its first one (sparse upcycling)."
+    "`exchange`: None, every token meets the exact expert. `alike`: all experts of a layer start as its first one (sparse upcycling). `lr`: None, the scale's."
     exchange: Migrated | None = None
     alike: bool = False
+    lr: float | None = None
 
 SCALES = {
     "cpu": Scale(GPTConfig(1024, d_model=64, num_layers=2, num_heads=4, d_hidden=256, experts=8, activation="gelu"),
@@ -87,12 +88,14 @@ def arms(scale: Scale) -> dict[str, Arm]:
     at = lambda ratio, shared=True: Migrated(scale.ranks, ratio, shared)
     out = {"exact": Arm()} | {f"{r:g}x" + ("" if s else " without shared"): Arm(at(r, s)) for r in scale.ratios for s in (True, False)}
     first = scale.ratios[0]
+    for name in ("exact", f"{first:g}x", f"{first:g}x without shared"): out[name + ", lr 1e-4"] = replace(out[name], lr=1e-4)      # the paper's rate
     return out | {"mean alone": Arm(at(float("inf"))), f"{first:g}x, experts start alike": Arm(at(first), True), "exact, experts start alike": Arm(alike=True)}
 
 def run(scale: Scale, arm: str, seed: int, corpus: Corpus, out: str | Path, device=None) -> dict:
     """Train one arm with one seed: its training losses in means of 10 steps, and two validation losses [nats a token] at the end:
     `valid` with the owners' weights, `copies` with the copies that were trained on."""
-    a, config = arms(scale)[arm], replace(scale.train, seed=seed)
+    a = arms(scale)[arm]
+    config = replace(scale.train, seed=seed, lr=a.lr or scale.train.lr)
     layers = lambda model: [m for m in model.modules() if isinstance(m, MoE)]
     def prepare(model):
         for m in layers(model):
@@ -107,10 +110,10 @@ def run(scale: Scale, arm: str, seed: int, corpus: Corpus, out: str | Path, devi
 
 # %% ../../nbs/hybrid_ep/07_curves.ipynb #fabd5d03
 def summary(runs: list[dict], last: int = 5) -> dict[str, dict[str, tuple[float, float]]]:
-    "Arm -> `train` (mean of the last 10 * `last` steps) and `valid`, each as mean and standard deviation over seeds."
+    "Arm -> `train` (mean of the last 10 * `last` steps), `valid` and, where measured, `copies`, each as mean and standard deviation over seeds."
     out = {}
     for arm in dict.fromkeys(r["arm"] for r in runs):
         mine = [r for r in runs if r["arm"] == arm]
-        values = dict(train=[mean(r["train"][-last:]) for r in mine], valid=[r["valid"] for r in mine])
-        out[arm] = {k: (mean(v), stdev(v) if len(v) > 1 else 0.) for k, v in values.items()}
+        values = dict(train=[mean(r["train"][-last:]) for r in mine]) | {k: [r[k] for r in mine if k in r] for k in ("valid", "copies")}
+        out[arm] = {k: (mean(v), stdev(v) if len(v) > 1 else 0.) for k, v in values.items() if v}
     return out
