@@ -88,3 +88,15 @@ def test_strides_do_not_matter():                                               
     wide, tall = torch.cat([x, x], 1)[:, :16], up.mT.contiguous().mT
     for body in ("torch", "triton"):
         with use(body): torch.testing.assert_close(decode_experts(wide, decode_gate(wide, router, 2), tall, down), decode_experts(x, decode_gate(x, router, 2), up, down))
+
+
+@pytest.mark.parametrize("body", ["torch", "triton"])
+def test_what_does_not_belong_together_is_refused(body):                          # a plan of more experts would be read out of bounds
+    x, router, up, down = problem(3, 16, 8, 4)
+    with use(body):
+        plan = decode_gate(x, router, 2)
+        for call, error, says in ((lambda: decode_gate(x, router.half(), 2), TypeError, "router must have x's dtype"), (lambda: decode_gate(x, router, 2, gain=x[0, :3]), ValueError, "gain must be"),
+                                  (lambda: decode_experts(x, decode_gate(x, problem(3, 16, 8, 9)[1], 2), up, down), ValueError, "plan must be of 3 tokens and 4 experts"),
+                                  (lambda: decode_experts(x[:2], plan, up, down), ValueError, "plan must be of 2 tokens"), (lambda: decode_experts(x, plan, up.half(), down), TypeError, "share a dtype"),
+                                  (lambda: decode_experts(x, plan, up, down, residual=x[:2]), ValueError, "residual must be"), (lambda: decode_experts(x, plan, up, down, gain=x), ValueError, "gain must be")):
+            with pytest.raises(error, match=says): call()

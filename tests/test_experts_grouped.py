@@ -170,11 +170,24 @@ def test_rows_of_no_expert_are_zero():
     (dict(x=lambda t: t[0]), ValueError, r"x must be \(T, D\)"), (dict(ids=lambda t: t.int()), TypeError, "expert must be int64"),
     (dict(ids=lambda t: t[:-1]), ValueError, "expert must have shape"), (dict(weight=lambda t: t.long()), TypeError, "weight must be floating"),
     (dict(up=lambda t: t.to("meta")), ValueError, "up must be on x's device"), (dict(ids=lambda t: t.to("meta")), ValueError, "expert must be on x's device"),
-    (dict(weight=lambda t: t.to("meta")), ValueError, "weight must be on x's device")])
+    (dict(weight=lambda t: t.to("meta")), ValueError, "weight must be on x's device"),
+    (dict(x=lambda t: t.long()), TypeError, "x must be bfloat16, float16"), (dict(x=lambda t: t.to(torch.float8_e4m3fn)), TypeError, "x must be bfloat16, float16"),
+    (dict(up=lambda t: t[:, :0], down=lambda t: t[:, :, :0]), ValueError, "must not be empty"), (dict(up=lambda t: t[0]), ValueError, "up and down must have 3 dimensions")])
 def test_bad_arguments_are_named(change, error, says):
     a = dict(zip(("x", "ids", "weight", "up", "down"), layer(6, 16, 24, 4, 2)))
     a |= {k: f(a[k]) for k, f in change.items()}
     with pytest.raises(error, match=says): grouped_moe(a["x"], (a["ids"], a["weight"]), a["up"], a["down"])
+
+
+@pytest.mark.parametrize("body", ["torch", "triton"])
+def test_a_plan_or_dispatch_that_does_not_fit_is_refused(body):
+    x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
+    with backend.use(body):
+        for d in (dispatch(ids[:3], 4), dispatch(ids, 7)):
+            with pytest.raises(ValueError, match="dispatch must be of ids"): grouped_moe(x, (ids, w), up, down, dispatch=d)
+        with pytest.raises(ValueError, match="expert must be"): expert_plan(ids[:, 0], 4, 16)
+        for bad in (ids.int(), w):
+            with pytest.raises(TypeError, match="expert must be int64"): expert_plan(bad, 4, 16)
 
 
 @pytest.mark.parametrize("change,says", [

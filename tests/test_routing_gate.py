@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_lab.core.types import dispatch
 from moe_lab.routing.gate import (CosineRouter, ExpertChoiceGate, Gaussian, Gumbel, Jitter, LinearRouter, RandomSecond, TopKGate,
-                                  expert_choice, limit_groups, sigmoid, softmax, topk)
+                                  expert_choice, limit_groups, sigmoid, softmax, softmax_topk, topk)
 
 
 def on_logits(logits, top_k, **options):
@@ -34,6 +34,10 @@ def test_topk_is_the_stable_sort(data):
 def test_ties_take_the_lowest_id(dtype, E):                                     # G08
     for _ in range(20): assert topk(torch.zeros(1, E, dtype=dtype), 2)[1].tolist() == [[0, 1]]
     assert topk(torch.zeros(3, E, dtype=dtype), 32)[1].tolist() == [list(range(32))] * 3
+
+
+def test_fused_topk_refuses_what_its_kernel_cannot_read():
+    for bad, error in ((torch.zeros(4), ValueError), (torch.zeros(2, 4).long(), TypeError), (torch.zeros(2, 4).bfloat16(), TypeError)): pytest.raises(error, softmax_topk, bad, 2, True)
 
 
 def test_topk_refuses_a_wrong_k():                                              # Z10

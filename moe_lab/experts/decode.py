@@ -95,6 +95,9 @@ def _experts(x: Tensor, gain: Tensor | None, eps: float, expert: Tensor, weight:
 def _(x, gain, eps, expert, weight, active, table, up, down, activation, residual): return torch.empty_like(x)
 
 # %% ../../nbs/experts/03g_decode.ipynb #85e1a817
+def _check_gain(gain, D):
+    if gain is not None and gain.shape != (D,): raise ValueError(f"gain must be ({D},), got {tuple(gain.shape)}")
+
 def decode_gate(x_TD: Tensor,
                 router: Tensor, # (E,D)
                 top_k: int,
@@ -107,6 +110,8 @@ def decode_gate(x_TD: Tensor,
     (T, D), E = x_TD.shape, router.shape[0]
     if not 0 < T <= MAX_TOKENS: raise ValueError(f"x must hold 1 to {MAX_TOKENS} tokens, got {T}")
     if router.shape != (E, D): raise ValueError(f"router must be (E, {D}), got {tuple(router.shape)}")
+    if router.dtype != x_TD.dtype: raise TypeError(f"router must have x's dtype {x_TD.dtype}, got {router.dtype}")
+    _check_gain(gain, D)
     if not 1 <= top_k <= E: raise ValueError(f"top_k must be in [1, E={E}], got {top_k}")
     return DecodePlan(*_gate(x_TD.contiguous(), router.contiguous(), None if gain is None else gain.contiguous(), eps, top_k, top_k > 1 if renormalize is None else renormalize, scale))
 
@@ -121,5 +126,9 @@ def decode_experts(x_TD: Tensor, plan: DecodePlan,
     n, (E, D, F) = get_activation(activation).halves, down.shape
     if up.shape != (E, n * F, D) or x_TD.shape[1] != D: raise ValueError(f"up must be ({E}, {n * F}, {D}) and x (T, {D}), got {tuple(up.shape)} and {tuple(x_TD.shape)}")
     if not x_TD.dtype == up.dtype == down.dtype: raise TypeError(f"x, up and down must share a dtype, got {x_TD.dtype}, {up.dtype}, {down.dtype}")
+    if plan.logits.shape[1] != E or plan.expert.shape[0] != len(x_TD):
+        raise ValueError(f"plan must be of {len(x_TD)} tokens and {E} experts, got {plan.expert.shape[0]} and {plan.logits.shape[1]}")
+    _check_gain(gain, D)
+    if residual is not None and residual.shape != x_TD.shape: raise ValueError(f"residual must be {tuple(x_TD.shape)}, got {tuple(residual.shape)}")
     packed = lambda t: None if t is None else t.contiguous()
     return _experts(x_TD.contiguous(), packed(gain), eps, *map(packed, (plan.expert, plan.weight, plan.active, plan.table, up, down)), activation, packed(residual))

@@ -49,6 +49,8 @@ def expert_plan(expert: Tensor, # (T,k) int64; ids outside [0, E) get no row
                 tile: int,
                ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`offsets` (E+1,), `order` (T*k,), `row` (T,k) and `tiles`, all int32. Stable: rows of an expert are in token order."
+    if expert.ndim != 2: raise ValueError(f"expert must be (T, k), got {tuple(expert.shape)}")
+    if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
     T, k = expert.shape
     if triton_body(expert):
         from moe_lab.experts.plan_kernels import plan_triton
@@ -211,12 +213,16 @@ def _backward(ctx, dy, _):
 _experts.register_autograd(_backward, setup_context=_setup_context)
 
 # %% ../../nbs/experts/03_grouped.ipynb #48bf0995
+_FLOATS = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
 def _check(x, up, down, up_bias, down_bias, activation):
     "Raise ValueError/TypeError for tensors that do not fit together."
     halves = get_activation(activation).halves
     if x.ndim != 2: raise ValueError(f"x must be (T, D), got shape {tuple(x.shape)}")
     if up.ndim != 3 or down.ndim != 3: raise ValueError(f"up and down must have 3 dimensions, got {tuple(up.shape)} and {tuple(down.shape)}")
     D, (E, _, F) = x.shape[1], down.shape
+    if not D * E * F: raise ValueError(f"x, up and down must not be empty but for their tokens, got {tuple(x.shape)}, {tuple(up.shape)} and {tuple(down.shape)}")
+    if x.dtype not in _FLOATS: raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
     want = dict(up=(E, halves * F, D), down=(E, D, F), up_bias=(E, halves * F), down_bias=(E, D))
     for name, t in dict(up=up, down=down, up_bias=up_bias, down_bias=down_bias).items():
         if t is None: continue
@@ -224,7 +230,6 @@ def _check(x, up, down, up_bias, down_bias, activation):
             raise ValueError(f"{name} must have shape {want[name]} for activation {activation!r} and x {tuple(x.shape)}, got {tuple(t.shape)}")
         if t.dtype != x.dtype: raise TypeError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
         if t.device != x.device: raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
-    if not x.is_floating_point(): raise TypeError(f"x must be floating point, got {x.dtype}")
 
 def _autocast(x, *others):
     "Under autocast, everything in autocast's dtype (cast in the graph: gradients come back in each parameter's own)."
@@ -304,6 +309,8 @@ def grouped_moe(x_TD: Tensor,
     if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
     if not weight.is_floating_point(): raise TypeError(f"weight must be floating point, got {weight.dtype}")
     if T * k >= 2**30: raise ValueError(f"T*k must be below 2^30 assignments, got {T * k}")
+    if dispatch is not None and (dispatch.expert.shape != expert.shape or dispatch.num_experts != E):
+        raise ValueError(f"dispatch must be of ids {tuple(expert.shape)} and {E} experts, got {tuple(dispatch.expert.shape)} and {dispatch.num_experts}")
     _check_values(expert, weight, E)
     tile = tile_rows(T * k, E)
     plan = expert_plan(expert, E, tile) if dispatch is None else _plan_of(dispatch, tile)

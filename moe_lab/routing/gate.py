@@ -73,7 +73,8 @@ def softmax_topk(logits: Tensor, # (T,E), float32 or wider
                  normalize: bool, # weights sum to 1
                 ) -> tuple[Tensor, Tensor, Tensor]:
     "`softmax` (T,E), its k best ids (T,k) by the rule of `topk`, and their weights (T,k)."
-    if not 1 <= k <= logits.shape[-1]: raise ValueError(f"k must be in [1, E={logits.shape[-1]}], got {k}")
+    if logits.dtype not in (torch.float32, torch.float64): raise TypeError(f"logits must be float32 or float64, got {logits.dtype}")
+    if logits.ndim != 2 or not 1 <= k <= logits.shape[1]: raise ValueError(f"logits must be (T, E) and k must be in [1, E={logits.shape[-1]}], got {tuple(logits.shape)} and {k}")
     if triton_body(logits):
         from moe_lab.routing.gate_kernels import softmax_topk_triton
         return softmax_topk_triton(logits.contiguous(), k, normalize)
