@@ -154,7 +154,7 @@ class _Moved(torch.autograd.Function):
         ctx.back = counts.movedim(src, dst), dst, src
         moved, flat = lambda t: t.view(counts.shape).movedim(src, dst).flatten(), counts.flatten()
         start, size = moved(flat.cumsum(0) - flat), moved(flat)
-        shift, size = torch.stack([start - size.cumsum(0) + size, size]).to(x.device)      # short: copied without a wait for the device
+        shift, size = torch.stack([start - size.cumsum(0) + size, size]).to(x.device, non_blocking=True)      # without a wait for the device
         return x.index_select(0, torch.arange(len(x), device=x.device) + shift.repeat_interleave(size, output_size=len(x)))
 
     @staticmethod

@@ -54,7 +54,7 @@ def travel(rows: Tensor, # (R, D) in expert order; those past counts.sum() stay 
 def compute(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     "The experts on rows in expert order, `counts` of them each; a rank without experts stays in the graph."
     if not len(counts): return rows + sum(p.sum() for p in experts.parameters()).to(rows.dtype)
-    return experts(rows, F.pad(counts.cumsum(0), (1, 0)).to(rows.device))
+    return experts(rows, F.pad(counts.cumsum(0), (1, 0)).to(rows.device, non_blocking=True))
 
 # %% ../../nbs/comm/02_parallel.ipynb #b78bbf52
 @dataclass(frozen=True)

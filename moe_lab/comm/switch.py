@@ -144,7 +144,7 @@ def _packed(rows, counts, f, ex, q):
     place = _places(counts, ex.r)
     parts = (counts[:, None, None] + torch.arange(q - 1, -1, -1, device=rows.device)) // q       # (E, 1, q) rows for each rank
     copies = _Repeat.apply(rows[:n], place)
-    here = lambda rows, counts: f(rows, F.pad(counts.cumsum(0), (1, 0)).to(rows.device))
+    here = lambda rows, counts: f(rows, F.pad(counts.cumsum(0), (1, 0)).to(rows.device, non_blocking=True))
     copies = travel(copies, parts.expand(-1, ex.r, -1).reshape(-1), ex.grid, here, ex.algo)
     return F.pad(_Sum.apply(copies, place), (0, 0, 0, len(rows) - n))
 
