@@ -19,7 +19,7 @@ from moe_lab.placement.placed import Placed
 from test_comm_parallel import differences
 from test_placement_execute import some_placement
 
-D, E, N, STEPS = 4, 4, 11, 8
+D, E, N, STEPS = 4, 2, 11, 8                # r 2 of four ranks: two experts, two ranks to each
 LAYOUTS = {"one": (1, lambda _: ExpertParallel(grid())), "ep 2": (2, lambda _: ExpertParallel(grid())), "ep 3": (3, lambda _: ExpertParallel(grid())), "ep 2 x 2 copies": (4, lambda _: ExpertParallel(grid(ep=2))),
            "placed 2": (2, lambda rnd: Placed(grid(), some_placement(rnd, E, 2, 3))), "placed 3": (3, lambda rnd: Placed(grid(), some_placement(rnd, E, 3, 2))),
            "placed 4": (4, lambda rnd: Placed(grid(), some_placement(rnd, E, 4, 2))),
