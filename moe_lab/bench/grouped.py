@@ -10,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from argparse import ArgumentParser
+from contextlib import redirect_stdout
 
 import torch
 import torch.nn.functional as nnf
@@ -179,29 +181,30 @@ def plan_time(device, rounds=50):
     return measure({"plan": lambda: expert_plan(p["expert"], 128, 128), "argsort": lambda: p["expert"].flatten().argsort(stable=True)}, device, rounds)
 
 # %% ../../nbs/bench/04_grouped.ipynb #8a17d1f2
-def _child(shape, peers, device, limit): # -> [(peer, row)]
+def _child(shape, peers, device, limit, tuned=False): # -> [(peer, row)]
     "Rows of peers measured in a process of their own: those that import and work, as long as the time lasts."
     env = dict(os.environ, QUACK_CACHE_AUTOTUNING="1", QUACK_COMPILE_WORKERS="16")
     if where := env.get("MOE_LAB_PEERS"):
         inside = os.path.join(where, "nvidia_cutlass_dsl", "python_packages")     # its .pth file is not read from such a folder
         env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), where, inside]).strip(os.pathsep)
-    command = [sys.executable, "-m", "moe_lab.bench.grouped", "--shape", str(shape), *[a for p in peers for a in ("--peer", p)], "--device", device]
+    command = [sys.executable, "-m", "moe_lab.bench.grouped", "--shape", str(shape), *[a for p in peers for a in ("--peer", p)], "--device", device, *["--tuned"] * tuned]
     try: done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired: print(f"shape {shape}: {', '.join(peers)} took more than {limit:.0f} s", flush=True); return []
     for line in done.stderr.strip().splitlines()[-6:]: print(f"shape {shape}: {line[:300]}", flush=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
-def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False, shapes=None, limit: float = 240.):
-    "All shapes (or those given) against all peers; small ones on a CPU or with `quick`."
+def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False, shapes=None, limit: float = 240., tuned: bool = False):
+    "All shapes (or those given) against all peers; small ones on a CPU or with `quick`. tuned: against dense only, after `moe_lab.tune` chose our kernels."
     small = quick or device == "cpu"
     report = Report("grouped", out, machine(device, "sonic-moe", "liger-kernel"), dict if small else lambda: dict(copy=copy_rate(device), matmul=matmul_rate(device)))
     if not report.done(dict(what="plan")): report.add(dict(what="plan"), **plan_time(device, 3 if small else 50))
-    for peers in [PEERS[0][:2 if device == "cuda" else 1]] if small else PEERS:           # quick ones first, at all shapes
+    case = lambda s, q: dict(shape=s, peer=q) | (dict(tuned=True) if tuned else {})
+    for peers in [("dense",)] if tuned else [PEERS[0][:2 if device == "cuda" else 1]] if small else PEERS:           # quick ones first, at all shapes
         for s in ["tiny"] if small else shapes or SHAPES:
-            left = [q for q in peers if not report.done(dict(shape=s, peer=q))]
+            left = [q for q in peers if not report.done(case(s, q))]
             if small: rows = contest((256, 64, 96, 4, 2), left, device, torch.float32 if device == "cpu" else torch.bfloat16, 3)
-            else: rows = _child(s, left, device, limit) if left else []
-            for peer, row in rows: report.add(dict(shape=s, peer=peer), **row)
+            else: rows = _child(s, left, device, limit, tuned) if left else []
+            for peer, row in rows: report.add(case(s, peer), **row)
 
 # %% ../../nbs/bench/04_grouped.ipynb #b033787a
 #| eval: false
@@ -209,8 +212,14 @@ if __name__ == "__main__":
     a = ArgumentParser()
     a.add_argument("--shape", type=int, action="append"); a.add_argument("--peer", action="append"); a.add_argument("--device", default="cuda")
     a.add_argument("--out", default="runs/bench"); a.add_argument("--quick", action="store_true"); a.add_argument("--limit", type=float, default=240.)
+    a.add_argument("--tuned", action="store_true")
     a = a.parse_args()
     if a.peer:
+        if a.tuned:
+            from moe_lab.tune import tune
+            os.environ["MOE_LAB_CACHE"] = tempfile.mkdtemp()
+            T, D, F, E, k = SHAPES[a.shape[0]]
+            with redirect_stdout(sys.stderr): tune(D, F, E, k, T, device=a.device)
         for peer, row in contest(SHAPES[a.shape[0]], a.peer, a.device, torch.bfloat16, 20):
             print(json.dumps([peer, {k: vars(v) if hasattr(v, "median") else v for k, v in row.items()}]), flush=True)
-    else: main(a.device, a.out, a.quick, a.shape, limit=a.limit)
+    else: main(a.device, a.out, a.quick, a.shape, a.limit, a.tuned)
