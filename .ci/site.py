@@ -160,13 +160,14 @@ def finish():
     home = f"{cfg.doc_host}{cfg.doc_baseurl}".rstrip("/") + "/"
     libs = DOCS / "site_libs"
     (libs / "plotly.min.js").write_text(get_plotlyjs())
+    shutil.copy(NBS / "figures.js", libs)
     for css in libs.rglob("*.css"): css.write_text(re.sub(r"""@import\s*(url\([^)]*\)|"[^"]*"|'[^']*')[^;]*;""", "", css.read_text()))
     for page in DOCS.rglob("*.html"):
         html, up = page.read_text(), "../" * (len(page.relative_to(DOCS).parts) - 1)
         html = re.sub(r'<(?:script|link)[^>]*cdn\.jsdelivr\.net/npm/katex[^>]*>(?:</script>)?', "", html)
         html = re.sub(r'<span class="math (inline|display)">(.*?)</span>', mathml, html, flags=re.S)
         head, *rest = re.split(r'<script[^>]*src="https://cdn\.plot\.ly/[^>]*></script>', html)
-        if rest: html = f'{head}<script src="{up}site_libs/plotly.min.js"></script>{"".join(rest)}'
+        if rest: html = f'{head}<script src="{up}site_libs/plotly.min.js"></script><script src="{up}site_libs/figures.js"></script>{"".join(rest)}'
         html = re.sub(r"<p>\s*<a[^>]*>source</a>\s*</p>", "", html)      # the source is on the page itself
         html = html.replace(home, up or "./")
         html = re.sub(r'(<h1 class="title">.*?</h1>)', lambda m: f'{m[1]}<p class="reading-time">{reading_time(html)} min</p>', html, count=1, flags=re.S)

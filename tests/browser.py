@@ -47,9 +47,30 @@ def watch(page):
 DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(g => g.querySelector('.main-svg'))"
 
 
+# Laid out for the width that the window has now (nbs/figures.js).
+SETTLED = "[...document.querySelectorAll('.plotly-graph-div')].every(g => g.settled === g.clientWidth)"
+
+# Words of a figure that lie on others or stick out of it: in titles, keys, labels of axes and of the slider.
+_CROWDED = """g => {
+    const frame = g.getBoundingClientRect(), found = [], spin = t => /rotate\\((?!0|-?90,)/.test(t.getAttribute('transform') ?? '')
+    const words = [...g.querySelectorAll('.gtitle, [class$=title], .legendtext, .slider-label, .xaxislayer-above text, .yaxislayer-above text, .annotation-text, .cbaxis text')]
+        .filter(t => t.tagName === 'text' && t.textContent.trim() && !spin(t)).map(t => [t.textContent, t.getBoundingClientRect()]).filter(([_, b]) => b.width)
+    words.forEach(([a, p], i) => {
+        if (p.left < frame.left - 2 || p.right > frame.right + 2 || p.top < frame.top - 2 || p.bottom > frame.bottom + 2) found.push(`"${a}" is cut`)
+        for (const [b, q] of words.slice(i + 1))
+            if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 3 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4) found.push(`"${a}" lies on "${b}"`)
+    })
+    return found }"""
+
+
+def crowded(page):
+    "What nobody can read in the figures of `page` at its present width."
+    return [f"{g.get_attribute('id')}: {what}" for g in page.locator(".plotly-graph-div").all() for what in g.evaluate(_CROWDED)]
+
+
 def move_slider(page, figure):
     "Drag the slider of a Plotly figure from one end to the other, as a hand would; did the picture change?"
-    state = lambda: figure.evaluate("g => JSON.stringify([g.data, g.layout.title, g.layout.annotations, g.layout.shapes])")
+    state = lambda: figure.evaluate("g => JSON.stringify(g.data)")
     rail = figure.locator(".slider-rail-touch-rect").first
     rail.scroll_into_view_if_needed()
     box = rail.bounding_box()

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from browser import DRAWN, chromium, move_slider, needs_browser, serve, watch
+from browser import DRAWN, SETTLED, chromium, crowded, move_slider, needs_browser, serve, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p.relative_to(ROOT / "nbs") for p in (ROOT / "nbs").rglob("*.ipynb") if not any(x.startswith((".", "_")) for x in p.relative_to(ROOT).parts))
@@ -82,15 +82,18 @@ def test_links_and_alt_texts(docs):
 def test_page(site, page, name):                                                 # B01, B06, B19
     wrong = watch(page)
     page.goto(f"{site}/{name}", wait_until="load")
-    page.wait_for_function(DRAWN)
+    page.wait_for_function(f"{DRAWN} && {SETTLED}")
     for figure in page.locator(".plotly-graph-div:has(.slider-container)").all():
         assert move_slider(page, figure), f"the slider of {figure.get_attribute('id')} changes nothing"
     text = page.evaluate("""() => { const m = document.querySelector('main').cloneNode(true);
         m.querySelectorAll('pre, code, script, style').forEach(e => e.remove()); return m.textContent }""")
     assert not re.search(r"\\(frac|sum|text|mathbb|begin)\b|\$\$|\{#(eq|fig|tbl)-|@(eq|fig|tbl)-|Unable to display output", text)
+    assert crowded(page) == []
     page.set_viewport_size(dict(width=390, height=800))
     page.wait_for_timeout(300)
+    page.wait_for_function(SETTLED)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert crowded(page) == [], "at 390 px"
     assert wrong == []
 
 
