@@ -56,7 +56,7 @@ def two_dh_figure(rows: int = 2, cols: int = 4) -> go.Figure:
 # %% ../../nbs/viz/05_alltoall.ipynb #3f635f15
 def message_figure(gpus: int = 8, nodes: tuple = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)) -> go.Figure:
     "Messages and bytes of one rank over the number of nodes, linear and 2DH."
-    fig = make_subplots(1, 2, horizontal_spacing=.14)
+    fig = make_subplots(1, 2, horizontal_spacing=.2)
     for col, (i, what) in enumerate((((0), "messages a rank"), ((1), "bytes a rank, of S")), 1):
         for algo in ("linear", "2dh"):
             fig.add_scatter(x=[n * gpus for n in nodes], y=[cost(algo, (n, gpus), 1.)[i] for n in nodes], name=algo, legendgroup=algo, showlegend=col == 1,
