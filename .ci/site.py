@@ -27,7 +27,7 @@ FIRST = ("start", "tour", "live", "glossary")    # top-level notebooks that are 
 
 
 def sidebar():
-    "The contents of the sidebar: home, what is read first, the rooms, then the tools (the other top-level notebooks)."
+    "The contents of the sidebar: home, what is read first, the rooms, then the tools (the other top-level notebooks) and the reference."
     books = sorted(p.relative_to(NBS) for p in NBS.rglob("*.ipynb") if not any(x.startswith(("_", ".")) for x in p.relative_to(NBS).parts))
     top = [p.name for p in books if len(p.parts) == 1 and p.name != "index.ipynb"]
     first = [n for n in top if re.sub(r"^\d+[a-z]?_", "", n).removesuffix(".ipynb") in FIRST]
@@ -37,7 +37,42 @@ def sidebar():
         if len(p.parts) > 1: rooms.setdefault(p.parts[0], []).append(p.as_posix())
     order = [r for r in ROOMS if r in rooms] + [r for r in rooms if r not in ROOMS]
     sections = [dict(section=ROOMS.get(r, r.replace("_", " ").capitalize()), contents=rooms[r]) for r in order]
-    return ["index.ipynb", *first, *sections, *([dict(section="Tools", contents=late)] if late else [])]
+    return ["index.ipynb", *first, *sections, dict(section="Tools", contents=[*late, "reference.ipynb"])]
+
+
+def signature(node):
+    "A function's or class's parameters as one line of code: those of `__init__`, or the fields of a dataclass."
+    if isinstance(node, ast.FunctionDef): return f"({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
+    for s in node.body:
+        if isinstance(s, ast.FunctionDef) and s.name == "__init__": return f"({ast.unparse(s.args).removeprefix('self').removeprefix(', ')})"
+    fields = [ast.unparse(s) for s in node.body if isinstance(s, ast.AnnAssign)]
+    return f"({', '.join(fields)})" if fields else ""
+
+
+def reference():
+    "A notebook of all public functions and classes: signature, first line of what they say, link to the page that makes them."
+    text = ["---\ntitle: reference\ndescription: Every public function and class, with its signature, on the way to the page that makes it\noutput-file: reference.html\n---"]
+    modules = {m[1]: p.relative_to(NBS) for p in sorted(NBS.rglob("*.ipynb")) if (m := re.search(r"#\| ?default_exp (\S+?)[\\\"\s]", p.read_text()))}
+    rooms, last = [*ROOMS], None
+    def place(m): return (rooms.index(r) if (r := m[0].partition(".")[0]) in rooms else len(rooms) + ("." not in m[0]), m[1].as_posix())
+    for name, book in sorted(modules.items(), key=place):
+        tree = ast.parse((ROOT / "moe_lab" / (name.replace(".", "/") + ".py")).read_text())
+        public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+        if not public: continue
+        room = name.partition(".")[0] if "." in name else "tools"
+        if room != last: text.append(f"## {ROOMS.get(room, room.capitalize())}")
+        last, lines = room, [f"**[{name}]({book.as_posix()})**: {plain(ast.get_docstring(tree) or '')}", ""]
+        for n in public:
+            says = plain((ast.get_docstring(n) or "").partition("\n")[0])
+            lines.append(f"- [`{n.name}`]({book.as_posix()}#{n.name.lower()}) `{signature(n)}`" + (f": {says}" if says else ""))
+        text.append("\n".join(lines).replace(" ``", ""))
+    cells = [dict(cell_type="raw" if i == 0 else "markdown", metadata={}, source=t, id=f"reference-{i}") for i, t in enumerate(text)]
+    return dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)
+
+
+def plain(text):
+    "A docstring as words of Markdown: outside of code, no sign means anything."
+    return "".join(part if i % 2 else re.sub(r"([\\\[\]*_<>$#|])", r"\\\1", part) for i, part in enumerate(re.split(r"(`[^`]*`)", text)))
 
 
 class show_source(Processor):
@@ -92,6 +127,7 @@ def process():
         (PROC / part).parent.mkdir(parents=True, exist_ok=True)
         if p.suffix == ".ipynb": exec_nb(p, PROC / part, Filter)
         else: shutil.copy(p, PROC / part)
+    (PROC / "reference.ipynb").write_text(json.dumps(reference()))
 
 
 def output_name(nb):

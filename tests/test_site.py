@@ -1,4 +1,5 @@
 """The site builds, and every page opens in a browser: no error, no request to the outside, figures live, on a phone too."""
+import ast
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from browser import DRAWN, SETTLED, chromium, crowded, move_slider, needs_browse
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p.relative_to(ROOT / "nbs") for p in (ROOT / "nbs").rglob("*.ipynb") if not any(x.startswith((".", "_")) for x in p.relative_to(ROOT).parts))
-PAGES = [p.with_name(re.sub(r"^\d+[a-z]?_", "", p.stem) + ".html").as_posix() for p in NOTEBOOKS]
+PAGES = [p.with_name(re.sub(r"^\d+[a-z]?_", "", p.stem) + ".html").as_posix() for p in NOTEBOOKS] + ["reference.html"]
 pytestmark = pytest.mark.timeout(900)       # the first test waits for the build
 
 
@@ -97,15 +98,80 @@ def test_page(site, page, name):                                                
     assert wrong == []
 
 
+def test_reference_names_everything_public(docs):
+    "Every public function and class, with its signature and a link to the very place."
+    html = (docs / "reference.html").read_text()
+    listed = {unescape(href): unescape(re.sub("<[^>]*>", "", code)) for href, code in re.findall(r'<li>(?:<p>)?<a href="([^"]+)"[^>]*><code>[^<]*</code></a> <code>(.*?)</code>', html, re.S)}
+    public = {}
+    for p in sorted((ROOT / "moe_lab").rglob("*.py")):
+        if (page := re.search(r"File to edit: .*?nbs/(\S+)\.ipynb", p.read_text())):
+            page = (Path(page[1]).parent / re.sub(r"^\d+[a-z]?_", "", Path(page[1]).name)).as_posix()
+            public |= {f"{page}.html#{n.name.lower()}": n for n in ast.parse(p.read_text()).body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+    assert len(public) > 300 and sorted(public.keys() - listed.keys()) == []
+    for href, n in public.items(): assert all(a.arg in listed[href] for a in n.args.args), href
+
+
+def test_next_leads_through_the_whole_book(docs):
+    at, read = docs / "index.html", []
+    while True:
+        read.append(at.relative_to(docs).as_posix())
+        html = at.read_text()
+        before, after = (re.search(rf'nav-page-{way}">\s*<a href="([^"]+)"', html) for way in ("previous", "next"))
+        if len(read) > 1: assert before and (at.parent / unquote(before[1])).resolve() == (docs / read[-2]).resolve(), f"previous of {read[-1]}"
+        if not after: break
+        at = (at.parent / unquote(after[1])).resolve()
+        assert len(read) < len(PAGES), "a circle"
+    assert sorted(read) == sorted(PAGES)
+
+
+def test_figures_say_what_they_show(docs):
+    for p in docs.rglob("*.html"):
+        figures = re.findall(r'<div role="figure" aria-label="([^"]*)">', html := p.read_text())
+        assert len(figures) == html.count('class="plotly-graph-div"') and all(figures), p
+
+
+TEN = "sentence capacity topology two-dh switch pipeline placement tiles hybrid cluster".split()
+
+
 @needs_browser
-def test_dark_search_and_next(browser, site):
-    context = browser.new_context(viewport=dict(width=1300, height=900), color_scheme="dark")
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_ten_live_pictures_on_a_page_without_kernel_and_network(browser, site, width, scheme):
+    context = browser.new_context(viewport=dict(width=width, height=900), color_scheme=scheme, has_touch=width < 500)
+    page = context.new_page()
+    wrong = watch(page)
+    page.goto(f"{site}/live.html")
+    page.wait_for_function(f"{DRAWN} && {SETTLED}")
+    context.set_offline(True)
+    for name in TEN: assert move_slider(page, page.locator(f"#live-{name}")), f"the slider of {name} changes nothing"
+    assert page.locator(".plotly-graph-div:has(.slider-container)").count() == len(TEN)
+    assert crowded(page) == [] and wrong == []
+    context.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_follows_the_readers_scheme(browser, site, scheme):
+    "Text of the page and words of its figures stand out from what lies behind them."
+    context = browser.new_context(viewport=dict(width=1300, height=900), color_scheme=scheme)
     page = context.new_page()
     page.goto(f"{site}/viz/render.html")
-    brightness = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b)")
-    assert brightness < 3 * 64
-    page.locator("input[type=search]").first.fill("Squares")
-    assert page.locator("a[href*='render.html']:visible").count() > 0
-    page.keyboard.press("Escape")
-    assert page.locator(".page-navigation a, .nav-page a").count() >= 1
+    page.wait_for_function(DRAWN)
+    light = lambda css: sum(w * (c / 12.92 if c <= .04 else ((c + .055) / 1.055) ** 2.4) for w, c in zip((.2126, .7152, .0722), (int(v) / 255 for v in re.findall(r"\d+", css)[:3])))
+    behind, text, words = (light(page.evaluate(f"getComputedStyle({e}).{what}")) for e, what in (
+        ("document.body", "backgroundColor"), ("document.querySelector('main p')", "color"), ("document.querySelector('.gtitle')", "fill")))
+    contrast = lambda a, b: (max(a, b) + .05) / (min(a, b) + .05)
+    assert behind < .1 if scheme == "dark" else behind > .9
+    assert contrast(text, behind) > 7 and contrast(words, behind) > 3
     context.close()
+
+
+@needs_browser
+def test_search_finds_a_page_by_its_words(page, site):
+    page.goto(f"{site}/index.html")
+    page.locator("input[type=search]").first.fill("Okabe and Ito")         # only the page on figures names them
+    result = page.locator("[class*=search-results] a:visible, .aa-Panel a:visible").first
+    result.wait_for()
+    assert "viz/render.html" in result.get_attribute("href")
+    result.click()
+    page.wait_for_url("**/viz/render.html*")
