@@ -30,7 +30,8 @@ def sidebar():
     "The contents of the sidebar: home, what is read first, the rooms, then the tools (the other top-level notebooks) and the reference."
     books = sorted(p.relative_to(NBS) for p in NBS.rglob("*.ipynb") if not any(x.startswith(("_", ".")) for x in p.relative_to(NBS).parts))
     top = [p.name for p in books if len(p.parts) == 1 and p.name != "index.ipynb"]
-    first = [n for n in top if re.sub(r"^\d+[a-z]?_", "", n).removesuffix(".ipynb") in FIRST]
+    named = {re.sub(r"^\d+[a-z]?_", "", n).removesuffix(".ipynb"): n for n in top}
+    first = [named[n] for n in FIRST if n in named]
     late = [n for n in top if n not in first]
     rooms = {}
     for p in books:

@@ -46,7 +46,7 @@ def topology_figure(tokens: int = 4096, num_experts: int = 8, d_hidden: int = 25
         capacity = int(capacity_factor * tokens / E)
         dropped, padded = int((counts - capacity).clamp(min=0).sum()), t.shape[0] - tokens
         fig = make_subplots(1, 2, column_widths=[.55, .45], horizontal_spacing=.18)
-        fig.add_heatmap(z=[[round(v, 3) for v in line] for line in grid.tolist()], zmin=0, zmax=1, colorscale="Blues", row=1, col=1, xgap=1, ygap=1, hoverongaps=False, showscale=False,
+        fig.add_heatmap(z=[[round(v, 3) for v in line] for line in grid.tolist()], zmin=0, zmax=1, colorscale=[[0, "#B3D9F0"], [1, "#0072B2"]], row=1, col=1, xgap=1, ygap=1, hoverongaps=False, showscale=False,
                         hovertemplate="block row %{y}, column %{x}<br>%{z:.0%} of its rows in use<extra></extra>")
         x = [f"{e}" for e in range(E)]
         for name, y in (("kept at capacity", counts.clamp(max=capacity)), ("dropped at capacity, kept here", (counts - capacity).clamp(min=0)),
