@@ -101,14 +101,15 @@ def test_page(site, page, name):                                                
 def test_reference_names_everything_public(docs):
     "Every public function and class, with its signature and a link to the very place."
     html = (docs / "reference.html").read_text()
-    listed = {unescape(href): unescape(re.sub("<[^>]*>", "", code)) for href, code in re.findall(r'<li>(?:<p>)?<a href="([^"]+)"[^>]*><code>[^<]*</code></a> <code>(.*?)</code>', html, re.S)}
+    listed = {(unescape(href), name): unescape(re.sub("<[^>]*>", "", code))
+              for href, name, code in re.findall(r'<li>(?:<p>)?<a href="([^"]+)"[^>]*><code>([^<]*)</code></a> <code>(.*?)</code>', html, re.S)}
     public = {}
     for p in sorted((ROOT / "moe_lab").rglob("*.py")):
         if (page := re.search(r"File to edit: .*?nbs/(\S+)\.ipynb", p.read_text())):
             page = (Path(page[1]).parent / re.sub(r"^\d+[a-z]?_", "", Path(page[1]).name)).as_posix()
-            public |= {f"{page}.html#{n.name.lower()}": n for n in ast.parse(p.read_text()).body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+            public |= {(f"{page}.html#{n.name.lower()}", n.name): n for n in ast.parse(p.read_text()).body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
     assert len(public) > 300 and sorted(public.keys() - listed.keys()) == []
-    for href, n in public.items(): assert all(a.arg in listed[href] for a in n.args.args), href
+    for key, n in public.items(): assert all(a.arg in listed[key] for a in n.args.args), key
 
 
 def test_next_leads_through_the_whole_book(docs):
