@@ -88,10 +88,10 @@ def switch_seconds(factor: float, r: int, gpus: int = 16, experts: int = 8, toke
 
 def _switches(E, gpus): return [0, *(r for r in range(1, gpus // E + 1) if (gpus // E) % r == 0)]
 
-def switch_changes(experts: int = 8, gpus: int = 16) -> list[float]: # [changes of the best r, least gap, largest gap]; %
+def switch_changes(experts: int = 8, gpus: int = 16, tokens: int = 2048) -> list[float]: # [changes of the best r, least gap, largest gap]; %
     "Capacity factor from 1 to 8, half an expert a GPU: how often the fastest r changes, and what the slower of EP+MP and EP+DP loses."
-    best = [min(_switches(experts, gpus), key=lambda r: switch_seconds(f, r, gpus, experts)) for f in range(1, 9)]
-    ends = [[switch_seconds(f, r, gpus, experts) for r in (1, gpus // experts)] for f in range(1, 9)]
+    best = [min(_switches(experts, gpus), key=lambda r: switch_seconds(f, r, gpus, experts, tokens)) for f in range(1, 9)]
+    ends = [[switch_seconds(f, r, gpus, experts, tokens) for r in (1, gpus // experts)] for f in range(1, 9)]
     gaps = [100 * (max(t) / min(t) - 1) for t in ends]
     return [sum(a != b for a, b in zip(best, best[1:])), min(gaps), max(gaps)]
 
