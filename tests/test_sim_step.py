@@ -89,6 +89,12 @@ def test_sizes_that_do_not_divide_are_named(kw, says):
     with pytest.raises(ValueError, match=says): step(replace(MODEL, layers=(replace(MOE, experts=4),)), cluster(), Strategy(**kw), 4096)
 
 
+def test_groups_that_no_level_holds_are_named():
+    odd = Cluster((Level("node", 6, 25e9), Level("gpu", 6, 300e9)), GPU)
+    with pytest.raises(ValueError, match="stride"): step(MODEL, odd, Strategy(expert=4), 64)        # four of six, then every fourth
+    assert step(MODEL, odd, Strategy(expert=2, tensor=2), 64).seconds > 0
+
+
 def test_bad_workloads_are_named():
     # M08
     for bad in (.5, float("nan"), float("inf")):

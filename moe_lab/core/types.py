@@ -170,6 +170,7 @@ class Device:
     launch: float = 0.
 
     def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name: raise TypeError(f"name of a device must be text, got {short(self.name)}")
         number(self.launch, f"launch [s] of device {self.name!r}", 0., 1e18)
         for n in ("flops", "bandwidth", "memory"): number(getattr(self, n), f"{n} of device {self.name!r}", *_RATES)
 

@@ -54,10 +54,33 @@ def gemm_back_seconds(device: Device, rows: float, K: float, N: float, groups: i
     return gemm_seconds(device, rows, N, K, groups, blocks) + gemm_seconds(device, K * groups, max(rows / groups, 1), N, groups)
 
 # %% ../../nbs/sim/04_step.ipynb #bdf95ba7
+class _Sharing:
+    "Who holds what of a layer's experts, from `expert`, `r` and `capacity_factor`."
+    def slices(self, experts: int) -> int:
+        "Devices that share one expert (s)."
+        return max(1, self.expert // experts) if experts else 1
+
+    def copies(self, experts: int) -> int:
+        "Times that each token is sent: r, at most s; 0 when weights are gathered instead."
+        return min(self.r, self.slices(experts)) if self.expert > 1 else 0
+
+    def span(self, experts: int) -> int:
+        "Devices from which each gathers its experts' weights; 1 when it holds what it computes with."
+        if self.expert == 1 or not experts: return 1
+        return self.slices(experts) // self.copies(experts) if self.copies(experts) else self.expert
+
+    def busiest(self, layer: Layer, imbalance: float) -> float:
+        """Rows of the busiest device over the mean, where `imbalance` is asked for: 1 if tokens stay at home or a capacity pads
+        all alike; never more than routing allows, for the k experts of a token differ."""
+        if not layer.experts or self.capacity_factor is not None or not self.copies(layer.experts): return 1.
+        homes = min(self.expert, layer.experts)
+        return min(imbalance, homes * min(layer.top_k, layer.experts // homes) / layer.top_k)
+
+# %% ../../nbs/sim/04_step.ipynb #04fec960
 MOST_PARTS = 64       # degree at most: a part is a kernel, and the simulator's work grows with its square
 
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(_Sharing):
     """How a step is spread over a cluster of G devices: data parallel, times these.
 
     `expert`: W, devices over which the experts are spread; `tensor`: devices that slice the dense part; `r`: Tutel's switch
@@ -86,32 +109,13 @@ class Strategy:
             if getattr(self, n) not in allowed: raise ValueError(f"{n} must be one of {allowed}, got {short(getattr(self, n))}")
         if self.capacity_factor is not None: number(self.capacity_factor, "capacity_factor (or None: dropless)", 1e-6, 1e6)
 
-    def slices(self, experts: int) -> int:
-        "Devices that share one expert (s)."
-        return max(1, self.expert // experts) if experts else 1
-
-    def copies(self, experts: int) -> int:
-        "Times that each token is sent: r, at most s; 0 when weights are gathered instead."
-        return min(self.r, self.slices(experts)) if self.expert > 1 else 0
-
-    def span(self, experts: int) -> int:
-        "Devices from which each gathers its experts' weights; 1 when it holds what it computes with."
-        if self.expert == 1 or not experts: return 1
-        return self.slices(experts) // self.copies(experts) if self.copies(experts) else self.expert
-
-    def busiest(self, layer: Layer, imbalance: float) -> float:
-        """Rows of the busiest device over the mean, where `imbalance` is asked for: 1 if tokens stay at home or a capacity pads
-        all alike; never more than routing allows, for the k experts of a token differ."""
-        if not layer.experts or self.capacity_factor is not None or not self.copies(layer.experts): return 1.
-        homes = min(self.expert, layer.experts)
-        return min(imbalance, homes * min(layer.top_k, layer.experts // homes) / layer.top_k)
-
     def check(self, model: Model, cluster: Cluster):
         "Raise ValueError if the sizes do not divide."
         G = cluster.num_devices
         for n in ("expert", "tensor"):
             if G % getattr(self, n): raise ValueError(f"{n} must divide the {G} devices, got {getattr(self, n)}")
             group_sizes(cluster, getattr(self, n))
+            group_sizes(cluster, G // getattr(self, n), getattr(self, n))       # those that sum its gradients
         for l in dict.fromkeys(model.layers):
             if l.attention and l.attention.heads % self.tensor: raise ValueError(f"tensor must divide the {l.attention.heads} heads, got {self.tensor}")
             if not (E := l.experts): continue
@@ -121,7 +125,7 @@ class Strategy:
             if l.d_expert % s: raise ValueError(f"expert must slice the width {l.d_expert} evenly, got {s} devices for an expert")
 
 # %% ../../nbs/sim/04_step.ipynb #bc23da3d
-class _Layer:
+class _Ops:
     "Ops of one layer in one direction on the representative device."
     def __init__(self, layer, cluster, strategy, tokens, seq, imbalance):
         self.l, self.c, self.s, self.T, self.seq = layer, cluster, strategy, tokens, seq
@@ -145,7 +149,8 @@ class _Layer:
         self.ops += ops(phases, self._name(part), after, stream, PEER_TAX if inside else SEND_TAX)
         return (self.ops[-1].name,)
 
-    # -- the dense part: attention, and a feed-forward network that all tokens pass
+# %% ../../nbs/sim/04_step.ipynb #98261aaa
+class _DensePart(_Ops):
     def tensor_comm(self, after):
         t = self.s.tensor
         return self.move("tensor", _gather(self.c, self.T * self.D * BYTES, t, 1), after) if t > 1 else after
@@ -166,7 +171,8 @@ class _Layer:
         after = self.run(part, _mlp(self.dev, self.T * t, self.D, width / t, self.l.glu, 1, back), after)
         return self.tensor_comm(after)
 
-    # -- the experts
+# %% ../../nbs/sim/04_step.ipynb #0d73948b
+class _Layer(_DensePart):
     def gate(self, after, back):
         f = gemm_back_seconds if back else gemm_seconds
         return self.run("gate", f(self.dev, self.T, self.D, self.E) + stream_seconds(self.dev, 4 * 4 * self.T * self.E), after)
