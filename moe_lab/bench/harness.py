@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.launch import Pool, RankError, rank_device
+from ..core.files import read_json, short
 
 # %% ../../nbs/bench/00_harness.ipynb #af6a0ef4
 def versions(*packages: str) -> dict: # name -> version, None where it is not installed
@@ -156,8 +157,11 @@ def peak_bytes(f: Callable, device: torch.device | str) -> int: # [B], above wha
 
 # %% ../../nbs/bench/00_harness.ipynb #e0760e69
 def load(path: str | Path) -> dict: # machine, limits, rows
-    "A stored result file."
-    return json.loads(Path(path).read_text())
+    "A stored result file. ValueError names it when it is something else."
+    data = read_json(path, 2**26)
+    rows = data.get("rows", data.get("runs"))
+    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows): raise ValueError(f"{path} is no result: rows must be a list of mappings, got {short(rows)}")
+    return data
 
 class Report:
     """Rows of one benchmark, in `<out>/<name>.<kind>.json`. Use: `for case in cases: if not report.done(case): report.add(case, ...)`.
@@ -168,7 +172,7 @@ class Report:
         self.path = Path(out) / f"{name}.{machine['kind']}.json" if out else None
         self.data = dict(name=name, machine=machine, limits=None, rows=[])
         self.rows = self.data["rows"]
-        if self.path and self.path.exists() and load(self.path)["machine"] == machine: self.reload()
+        if self.path and self.path.exists() and load(self.path).get("machine") == machine: self.reload()
         if self.data["limits"] is None: self.data["limits"] = limits()
         self.limits = self.data["limits"]
         print(f"{name} on {machine['device']}", *(f"{k} {v:.4g}" for k, v in self.limits.items()), sep=" | ", flush=True)

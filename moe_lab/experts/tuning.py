@@ -16,6 +16,8 @@ from typing import Callable
 
 import torch
 
+from ..core.files import read_json
+
 # %% ../../nbs/experts/03i_tuning.ipynb #a66ab387
 def bucket(rows: int, num_experts: int) -> int:
     "Rows an expert has on average, as the nearest power of two."
@@ -34,8 +36,9 @@ def path() -> Path:
 
 @cache
 def _choices(folder): # as the environment names it: looked up at every launch
-    try: return json.loads(path().read_text())
+    try: found = read_json(path(), 2**24)
     except (OSError, ValueError): return {}              # none yet, or not ours: defaults
+    return {d: c for d, c in found.items() if isinstance(c, dict) and all(isinstance(v, dict) for v in c.values())}
 
 def _known(): return _choices(os.environ.get("MOE_LAB_CACHE"))
 

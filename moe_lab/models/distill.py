@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..core.files import open_tensors
 from .gpt import GPT
 from .train import TrainConfig, lm_loss, routing_losses
 
@@ -100,8 +100,8 @@ class TeacherCache:
     def __call__(self, step: int, x_BS: Tensor) -> Tensor: # (B,S,D)
         path, batch = self.folder / f"{step:07d}.safetensors", hashlib.sha256(x_BS.cpu().numpy().tobytes()).hexdigest()
         if path.exists():
-            with safe_open(path, "pt") as f:
-                if f.metadata() != {"teacher": self.who, "batch": batch}: raise ValueError(f"{path} holds the answers of another teacher or to another batch: give another folder")
+            with open_tensors(path) as f:
+                if f.metadata() != {"teacher": self.who, "batch": batch} or list(f.keys()) != ["h"]: raise ValueError(f"{path} holds the answers of another teacher or to another batch: give another folder")
                 return f.get_tensor("h").to(x_BS.device)
         h = teach(self.teacher, x_BS)
         save_file({"h": h.contiguous()}, path.with_suffix(".tmp"), {"teacher": self.who, "batch": batch})

@@ -174,10 +174,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 # %% ../../nbs/models/03_train.ipynb #1a2c8160
 def read_log(path: str | Path) -> list[dict]:
     "The complete lines of a log."
-    lines = []
-    for line in read_text(path, 2**30).splitlines():
+    lines, text = [], read_text(path, 2**28).splitlines()
+    for i, line in enumerate(text, 1):
         try: lines.append(json.loads(line))
-        except json.JSONDecodeError: break          # cut off by a kill: nothing comes after it
+        except (ValueError, RecursionError):
+            if i == len(text): break                # cut off by a kill
+            raise ValueError(f"{path}: line {i} is no record of a step: {short(line)}") from None
         if not isinstance(lines[-1], dict) or "step" not in lines[-1]: raise ValueError(f"{path}: line {len(lines)} is no record of a step: {short(line)}")
     return lines
 

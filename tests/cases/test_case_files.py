@@ -1,6 +1,7 @@
 """Files from outside that are cut off, huge, of another kind or malicious: refused by name, nothing executed, memory bounded."""
-import json, os, pickle, resource, signal, zipfile
+import json, os, pickle, re, resource, signal, zipfile
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,13 +9,37 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lab import MoE
+from moe_lab.bench import harness
 from moe_lab.cluster.topology import from_yaml, h200_nvlink, load as load_cluster, to_yaml
 from moe_lab.comm import checkpoint
 from moe_lab.comm.pipeline import Choice, Dictionary
+from moe_lab.experts import tuning
+from moe_lab.models.corpus import read_docs
+from moe_lab.models.distill import TeacherCache
 from moe_lab.models.gpt import GPT, GPTConfig
-from moe_lab.models.train import TrainConfig, load_checkpoint, load_run, make_optimizer, read_configs, save_checkpoint
+from moe_lab.models.train import TrainConfig, load_checkpoint, load_run, make_optimizer, read_configs, read_log, save_checkpoint
 from moe_lab.placement.arena import read_trace
+from moe_lab.placement.profile import Profile
+from moe_lab.plan import find_model
+from tally import ROOT
 from moe_lab.sim.workload import from_hf
+
+# Every module of the package that opens a file: what it is, and the test of wrong ones. Files that come with the package, and what ranks tell their parent, are its own.
+OWN = "the package's own"
+READERS = {"core/files": ("whatever the others ask for", "test_*"), "cluster/topology": ("cluster, YAML", "test_clusters"), "sim/workload": ("model, config.json", "test_configs"),
+           "placement/traces": ("loads, csv and npz", "test_traces"), "placement/profile": ("measured machine", "test_measured_tables"), "models/train": ("checkpoint, tokenizer, log", "test_training_checkpoints, test_logs"),
+           "comm/checkpoint": ("distributed checkpoint, safetensors", "test_distributed_checkpoints"), "comm/pipeline": ("book of choices", "test_books_of_choices"), "bench/harness": ("results of a benchmark", "test_measured_tables"),
+           "experts/tuning": ("chosen kernels", "test_chosen_kernels_that_are_not_ours"), "models/distill": ("answers of a teacher", "test_answers_of_a_teacher"), "models/corpus": ("text", "test_text"),
+           "models/ablations": ("text; stored results", OWN), "models/vision": ("stored results", OWN), "tour": ("stored results", OWN), "ledger/measurements": ("stored results", OWN), "ledger/counts": ("published numbers", OWN),
+           "sim/validation": ("published numbers", OWN), "claims": ("claims", OWN), "cluster/launch": ("answers of its ranks, through pipes", OWN), "bench/grouped": ("lines of its child", OWN), "cli": ("nothing: /dev/null", OWN)}
+OPENS = re.compile(r"(?<![.\w])open\(|os\.open\(|\.open\(|read_text\(|read_bytes\(|read_json\(|json\.loads?\(|torch\.load|np\.load|safe_open|open_tensors|load_file|yaml\.load|pickle\.load|unpickle\(|csv\.(?:Dict)?[Rr]eader|ZipFile\(|tarfile|fromfile|memmap|loadtxt|genfromtxt")
+
+
+def test_every_reader_is_listed():
+    found = {str(f.relative_to(ROOT / "moe_lab"))[:-3] for f in (ROOT / "moe_lab").rglob("*.py") if f.name != "_modidx.py" and OPENS.search(re.sub(r"\bdef \w+\(", "", f.read_text()))}
+    assert found - READERS.keys() <= {"hybrid_ep/migrate", "viz/render"}, "opens a file (the first opens parcels, the second reads the JSON it just made) and is not in the table"
+    assert {t for _, tests in READERS.values() if tests not in (OWN, "test_*") for t in tests.split(", ")} <= globals().keys()
+
 
 CONFIG = dict(hidden_size=64, vocab_size=100, num_attention_heads=4, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
 SMALL = GPTConfig(50, 8, 1, 2, 16, experts=2)
@@ -109,6 +134,7 @@ def test_configs(tmp_path, harm, record_property):
         k=put(num_experts_per_tok=5), nothing=put(num_attention_heads=0), nested=put(text_config=3), list=put(num_hidden_layers=[1]), big=put(hidden_size=10**4000),
         step=put(decoder_sparse_step=0), infinite=put(num_hidden_layers=float("inf")), period=put(expert_layer_period=2), rank=put(kv_lora_rank=4, q_lora_rank=4))
     check(lambda: from_hf(path), ways, ["config"], record_property)
+    check(lambda: find_model(str(path)), ways, ["config"], record_property)
 
 
 def test_traces(tmp_path, harm, record_property):
@@ -206,3 +232,62 @@ def test_books_of_choices(tmp_path, harm, record_property):
     text = path.read_text()
     ways = spoil(path, text.encode(), harm) | dict(key=lambda: path.write_text(text.replace('"3"', '"x"')), window=lambda: path.write_text(text.replace('"window": ', '"window": "a')))
     check(lambda: Dictionary.load(path), ways, ["book.json"], record_property)
+
+
+def test_measured_tables(tmp_path, harm, record_property):
+    path = tmp_path / "table.json"
+    ways = spoil(path, b'{"machine": {}, "rows": []}', harm) | dict(rows=lambda: path.write_text('{"rows": 3}'), row=lambda: path.write_text('{"rows": [3]}'), none=lambda: path.write_text("{}"))
+    check(lambda: harness.load(path), ways, ["table.json"], record_property)
+    profile = Profile("CPU", "gloo", "float64", 8, 16, 4, 10, [["gpu", 2, 1e9]], [1e6, 1e6], 1e9, 1e-3)
+    profile.save(path)
+    assert Profile.load(path) == profile
+    stored = json.loads(path.read_text())
+    put = lambda **change: lambda: path.write_text(json.dumps(stored | change))
+    ways = spoil(path, path.read_bytes(), harm) | dict(nan=put(fixed=float("nan")), text=put(d_model="8"), levels=put(levels=[["gpu", 0, 1e9]]), level=put(levels=3), dtype=put(dtype="exec"), rates=put(tokens_per_second=[]),
+                                                       slow=put(tokens_per_second=[0., 0.]), link=put(levels=[["gpu", 2, -1.]]), unknown=put(colour=1), vast=put(levels=[["gpu", 10**40, 1e9]]))
+    ways.pop("cut")                                              # a newline and a brace: still JSON without the newline
+    check(lambda: Profile.load(path), ways, ["table.json"], record_property)
+
+
+def test_logs(tmp_path, harm, record_property):
+    path = tmp_path / "log.jsonl"
+    good = b"".join(json.dumps(dict(step=i, loss=1.)).encode() + b"\n" for i in range(4))
+    ways = spoil(path, good, harm) | dict(middle=lambda: path.write_bytes(good.replace(b'{"step": 2', b"[[[")), other=lambda: path.write_bytes(good + b"{}\n"))
+    for cut in ("empty", "half", "cut", "one", "deep"): ways.pop(cut)          # a last line that a kill cut off
+    check(lambda: read_log(path), ways, ["log.jsonl"], record_property)
+    path.write_bytes(good[:-4])
+    assert [o["step"] for o in read_log(path)] == [0, 1, 2]
+
+
+def test_chosen_kernels_that_are_not_ours(tmp_path, harm, record_property, monkeypatch):
+    "A launch goes on with the defaults."
+    monkeypatch.setenv("MOE_LAB_CACHE", str(tmp_path))
+    path = tuning.path()
+    ways = spoil(path, b'{"H200": {"up": {"BM": 64}}}', harm) | dict(numbers=lambda: path.write_text('{"H200": 3}'), choices=lambda: path.write_text('{"H200": {"up": 3}}'))
+    ways["cut"] = lambda: path.write_text('{"H200": {"up": {"BM": 64}')
+    def read():
+        tuning._choices.cache_clear()
+        assert tuning.choose("H200", "up", None) == {}
+    got = within(5 * GIB, 60, refusals, read, ways)
+    assert set(got.values()) == {None}, got
+    record_property("files", len(got))
+    tuning._choices.cache_clear()
+
+
+def test_answers_of_a_teacher(tmp_path, harm, record_property):
+    torch.manual_seed(0)
+    cache, x = TeacherCache(tmp_path, GPT(SMALL)), torch.zeros(1, 3, dtype=torch.int64)
+    want, path = cache(0, x), tmp_path / "0000000.safetensors"
+    assert cache(0, x).equal(want)
+    ways = spoil(path, path.read_bytes(), harm, text=False) | dict(other=lambda: save_file(dict(g=want), path, dict(teacher=cache.who, batch="")), bare=lambda: save_file(dict(h=want), path))
+    check(lambda: cache(0, x), ways, ["0000000.safetensors"], record_property)
+
+
+def test_text(tmp_path, harm, record_property):
+    "What is no text is passed over, a large binary unread; with nothing else it is refused."
+    path = tmp_path / "text" / "a.txt"
+    path.parent.mkdir()
+    ways = {n: w for n, w in spoil(path, b"words", harm, text=False).items() if n not in ("half", "cut", "pickle")} | dict(pickle=lambda: path.write_bytes(pickle.dumps(Harm(harm))))
+    check(lambda: read_docs(path.parent), ways, ["text"], record_property)
+    (path.parent / "b.txt").write_text("words")
+    assert read_docs(path.parent) == [("b.txt", "words")]
