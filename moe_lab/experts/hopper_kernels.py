@@ -62,6 +62,12 @@ def _producer(a_ptr, a_desc, w_desc, order_ptr, tiles_ptr, a_smem, w_smem, full,
 
 # %% ../../nbs/experts/03d_hopper_kernels.ipynb #cdfb3510
 @gluon.jit
+def _rows(tiles_ptr, t, count, TILES_N: gl.constexpr, GROUP: gl.constexpr):
+    "Of tile t: its number among the column tiles, and the rows [r0, r1) that it has of one expert."
+    m, n = _tile_mn(t, count, TILES_N, GROUP)
+    return n, gl.load(tiles_ptr + m * 4 + 1), gl.load(tiles_ptr + m * 4 + 2)
+
+@gluon.jit
 def _scales(scale_ptr, order_ptr, r0, r1, RB: gl.constexpr, L: gl.constexpr):
     rows = r0 + gl.arange(0, RB, gl.SliceLayout(1, L))
     return gl.load(scale_ptr + gl.load(order_ptr + rows, mask=rows < r1, other=0)).to(gl.float32)
@@ -79,8 +85,8 @@ def _consumer(tiles_ptr, order_ptr, scale_ptr, a_smem, w_smem, c_smem, full, emp
     i = 0
     for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
         if COPY and scale_ptr is not None:                # before rounding: half precision may not hold the bare value
-            m, n = _tile_mn(t, count, TILES_N, GROUP)
-            scale = _scales(scale_ptr, order_ptr, gl.load(tiles_ptr + m * 4 + 1), gl.load(tiles_ptr + m * 4 + 2), BM, MMA)
+            n, r0, r1 = _rows(tiles_ptr, t, count, TILES_N, GROUP)
+            scale = _scales(scale_ptr, order_ptr, r0, r1, BM, MMA)
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         for k in range(0, K, BK):
             s = it % STAGES
@@ -108,9 +114,7 @@ def _finish_copy(tiles_ptr, c_smem, c_full, c_empty, out_desc, N: gl.constexpr, 
     count = gl.load(tiles_ptr + 3)
     i = 0
     for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
-        m, n = _tile_mn(t, count, TILES_N, GROUP)
-        r0 = gl.load(tiles_ptr + m * 4 + 1)
-        r1 = gl.load(tiles_ptr + m * 4 + 2)
+        n, r0, r1 = _rows(tiles_ptr, t, count, TILES_N, GROUP)
         mbarrier.wait(c_full, i & 1)
         tma.async_copy_shared_to_global(out_desc, [1073741824, r1, 1073741824 - (r1 - r0), n * BN], c_smem)
         tma.store_wait(0)
@@ -140,9 +144,7 @@ def _finish_up(tiles_ptr, c_smem, c_full, c_empty, out_ptr, pre_ptr, N: gl.const
     count = gl.load(tiles_ptr + 3)
     i = 0
     for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
-        m, n = _tile_mn(t, count, TILES_N, GROUP)
-        r0 = gl.load(tiles_ptr + m * 4 + 1)
-        r1 = gl.load(tiles_ptr + m * 4 + 2)
+        n, r0, r1 = _rows(tiles_ptr, t, count, TILES_N, GROUP)
         mbarrier.wait(c_full, i & 1)
         for j in range(HALF):
             row = r0 + j % RT * RB
@@ -176,9 +178,7 @@ def _finish_dh(tiles_ptr, order_ptr, scale_ptr, c_smem, c_full, c_empty, out_ptr
     count = gl.load(tiles_ptr + 3)
     i = 0
     for t in range(gl.program_id(0), count * TILES_N, gl.num_programs(0)):
-        m, n = _tile_mn(t, count, TILES_N, GROUP)
-        r0 = gl.load(tiles_ptr + m * 4 + 1)
-        r1 = gl.load(tiles_ptr + m * 4 + 2)
+        n, r0, r1 = _rows(tiles_ptr, t, count, TILES_N, GROUP)
         g, u = _load_pre(pre_ptr, r0, r1, n * BN, N, RB, L)
         s = _scales(scale_ptr, order_ptr, r0, r1, RB, L)
         ds = gl.zeros([RB], gl.float32, gl.SliceLayout(1, L))
