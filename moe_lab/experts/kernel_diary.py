@@ -40,9 +40,15 @@ ENTRIES = [
     ("3 sixteen warps", "up, dH", "four loading and four finishing warps", "does not compile", "does not compile",
      "the compiler allots 128 registers to every thread of such a block, whatever setmaxnreg says later; accumulators alone take 128"),
     ("3 compare pairs of 128 ids", "routing metadata", "no table over experts and blocks: 99 us -> 30 us", "50 us in a graph", "45 us at 64 experts, 74 at 512, 111 at 1024",
-     "half of the way: comparing is 77 instructions an id, a sort in registers would be 16. That version is in .ci/gpu, right in the interpreter, not yet timed"),
+     "half of the way: comparing is 77 instructions an id, a sort in registers would be 16"),
     ("3 whole layer, eight shapes", "layer", "past dense with backward", "616 forward, 582 with backward (dense 578, 569)", "429, 432 (dense 485, 509)",
      "see the benchmark's page; a fixed order of turns had favoured whoever follows the coolest rival"),
+    ("4 chunks sorted in registers", "routing metadata", "16 instructions an id instead of 77: 50 us -> 30 us", "31.6 us, of which the counting kernel 2", "26 us at 64 experts, 38 at 512, 68 at 1024",
+     "right; in use with chunks of 512 ids. 256 are as fast, 1024 take 37 us, eight warps 56: every warp of a sort waits for the others"),
+    ("4 prefixes of chunks by the first kernel", "routing metadata", "no loop over partial sums, 32 ids a chunk, all chunks in parallel: 31 us -> 18 us", "52 to 126 us over 19 variants", "125 us at 512 experts",
+     "wrong, and version 1 had said so: one histogram over (chunks, experts) takes 43 us by itself. The faster placing (16 us) does not pay for it"),
+    ("4 order of tiles", "dH", "groups of 4 or 16 row tiles share more of W_down in the cache: +2 %", "506 and 499 (groups of 8: 501)", "518 and 509 (517) at 64 experts", "no change worth a rule"),
+    ("4 sixteen rows a block", "dH", "fewer registers, more blocks in flight", "415", "429 at 64 experts", "wrong: twice the barriers"),
 ]
 
 # %% ../../nbs/experts/03z_kernel_diary.ipynb #4aab6147
