@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cluster.groups import Grid
-from .alltoall import all_to_all_v, exchange, flexible, flexible_back, move_blocks, share
+from .alltoall import Blocks, all_to_all_v, exchange, flexible, flexible_back, share
 from .fused import OVERLAPS, gemm_all_to_all
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.dispatch import decode, encode
@@ -31,8 +31,8 @@ def round_trip(rows: Tensor, # (R, D) ordered by destination
     "Rows to the ranks where their experts live, through `f` and back, when both ends know the counts."
     recv = got.sum(1).tolist()
     out, _ = all_to_all_v(rows, send, grid, algo, recv)
-    out, by_expert = move_blocks(out, got, 0, 1)                                     # (source, expert) -> (expert, source)
-    out, _ = move_blocks(f(out, by_expert.sum(1)), by_expert, 0, 1)
+    order = Blocks(got, 0, 1, rows.device)                                           # (source, expert) -> (expert, source)
+    out = order.back(f(order.there(out), order.moved.sum(1)))
     return all_to_all_v(out, recv, grid, algo, send)[0]
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cluster.groups import Grid, group
-from ..comm.alltoall import exchange, move_blocks
+from ..comm.alltoall import Blocks, exchange
 from ..comm.parallel import compute, round_trip
 from ..core.types import Dispatch, Placement, Routing, dispatch
 from ..experts.blocksparse import blocksparse_mlp
@@ -25,7 +25,7 @@ from ..routing.capacity import capacity_for, drop_priority, fill_lost
 def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     "One batched product over experts, each padded to the longest."
     if not len(counts): return compute(experts, rows, counts)
-    counts, C = counts.to(rows.device), int(counts.max())
+    counts, C = counts.to(rows.device, non_blocking=True), int(counts.max())
     e = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
     at = e * C + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[e]
     z = rows.new_zeros(len(counts) * C, rows.shape[1]).index_copy(0, at, rows)
@@ -36,7 +36,7 @@ def block_sparse(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     "MegaBlocks' products over blocks of 128 rows. Experts without bias only."
     if experts.up_bias is not None: raise ValueError("compute 'block-sparse' knows no bias: build the layer with bias=False")
     if not len(counts): return compute(experts, rows, counts)
-    e = torch.arange(len(counts), device=rows.device).repeat_interleave(counts.to(rows.device), output_size=len(rows))
+    e = torch.arange(len(counts), device=rows.device).repeat_interleave(counts.to(rows.device, non_blocking=True), output_size=len(rows))
     d = dispatch(e[:, None], len(counts))
     return blocksparse_mlp(rows, d, rows.new_ones(len(rows), 1), experts.up, experts.down, experts.activation)
 
@@ -83,10 +83,9 @@ class Placed:
         self.seen = exchange(counts.repeat(W), self.grid.flat).view(W, E).cpu()              # the one wait for the device
         route = torch.from_numpy(route_tokens(self.seen.numpy(), self.placement))            # [source, expert, destination]
         send, got = route[self.grid.rank], route[:, experts.ids, self.grid.rank]
-        out, by_rank = move_blocks(rows[:int(send.sum())], send, 1, 0)                        # (expert, rank) -> (rank, expert)
-        out = round_trip(out, by_rank.sum(1).tolist(), got, self.grid, lambda rows, counts: self.products(experts, rows, counts), self.algo)
-        out, _ = move_blocks(out, by_rank, 1, 0)
-        return F.pad(out, (0, 0, 0, len(rows) - len(out)))
+        order = Blocks(send, 1, 0, rows.device)                                               # (expert, rank) -> (rank, expert)
+        out = round_trip(order.there(rows[:int(send.sum())]), order.moved.sum(1).tolist(), got, self.grid, lambda rows, counts: self.products(experts, rows, counts), self.algo)
+        return F.pad(order.back(out), (0, 0, 0, len(rows) - len(out)))
 
     def copies(self, experts: Experts) -> Tensor:
         "How many ranks hold each expert that lives here."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cluster.groups import Grid
-from ..comm.alltoall import exchange, move_blocks, share
+from ..comm.alltoall import Blocks, exchange, share
 from ..comm.parallel import ExpertParallel, compute, travel
 from ..comm.pipeline import overlapped
 from ..core.types import Cluster, Placement, Routing, dispatch
@@ -36,8 +36,8 @@ def _in_rounds(rows: Tensor, send: list, got: Tensor, grid: Grid, f, # as in `ro
         out, back, table = only(send, members(i - j)), only(recv, members(i + j)), got[list(members(i + j))]
         def here(x):
             if s == 1: return f(x, table[0])
-            x, by_expert = move_blocks(x, table, 0, 1)
-            return move_blocks(f(x, by_expert.sum(1)), by_expert, 0, 1)[0]
+            order = Blocks(table, 0, 1, x.device)
+            return order.back(f(order.there(x), order.moved.sum(1)))
         return lambda x: exchange(x, grid.flat, out, back), here, lambda y: exchange(y, grid.flat, back, out)
     slices = [slice(start[members(i - j)[0]], start[members(i - j)[-1] + 1]) for j in range(groups)]
     return overlapped(rows, lambda x: [x[at] for at in slices], lambda parts: torch.cat([parts[(i - k) % groups] for k in range(groups)]),
