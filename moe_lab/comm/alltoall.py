@@ -161,6 +161,8 @@ class _Reorder(torch.autograd.Function):
 class Blocks:
     "Rows that lie in blocks whose lengths are the table `counts` (on the CPU): there, axis `src` of the table has moved to `dst`. `moved`: the new table."
     def __init__(self, counts: Tensor, src: int, dst: int, device: torch.device):
+        self.order, self.inverse, self.moved = None, None, counts
+        if src == dst: return
         turn, flat, n = lambda t: t.view(counts.shape).movedim(src, dst).flatten(), counts.flatten(), int(counts.sum())
         start, size = turn(flat.cumsum(0) - flat), turn(flat)
         shift, size = torch.stack([start - size.cumsum(0) + size, size]).to(device, non_blocking=True)    # short: no wait for the device
@@ -168,8 +170,8 @@ class Blocks:
         self.order, self.moved = row + shift.repeat_interleave(size, output_size=n), counts.movedim(src, dst)
         self.inverse = torch.empty_like(row).index_copy_(0, self.order, row)
 
-    def there(self, x: Tensor) -> Tensor: return _Reorder.apply(x, self.order, self.inverse)
-    def back(self, x: Tensor) -> Tensor: return _Reorder.apply(x, self.inverse, self.order)
+    def there(self, x: Tensor) -> Tensor: return x if self.order is None else _Reorder.apply(x, self.order, self.inverse)
+    def back(self, x: Tensor) -> Tensor: return x if self.order is None else _Reorder.apply(x, self.inverse, self.order)
 
 
 def _hierarchical_v(x, send, grid):
