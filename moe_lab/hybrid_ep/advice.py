@@ -90,6 +90,8 @@ def advise(model: Model, cluster: Cluster,
            room: float = float("inf"), # bytes free on a device for copies of experts
            ratio: float = 50.) -> Advice:
     "Tokens or experts between the children of the cluster's outermost level."
+    if not tokens >= 1: raise ValueError(f"tokens must be >= 1, got {tokens}")
+    if room != room: raise ValueError(f"room must be a number of bytes, got {room}")
     W = expert_devices(model, cluster)
     sizes, b = group_sizes(cluster, W), block_of(model, cluster, tokens, W, seq)
     plain = tutel(b, cluster, sizes)[1]

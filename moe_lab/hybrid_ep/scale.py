@@ -36,6 +36,11 @@ class Block:
     before: float
     compute: float
 
+    def __post_init__(self):
+        if self.experts < 1: raise ValueError(f"experts must be >= 1, got {self.experts}")
+        for n in ("data", "expert", "before", "compute"):
+            if not 0 <= getattr(self, n) < float("inf"): raise ValueError(f"{n} must be finite and >= 0, got {getattr(self, n)}")
+
     def sent(self, ratio: float | None) -> float:
         "Bytes in which a device's experts travel; values as wide as weights, indices 4 bytes."
         if ratio is None: return self.expert * self.experts

@@ -58,6 +58,7 @@ def train_ranks(config: GPTConfig, train: TrainConfig, tokens: Tensor, way: Way,
     kw = dict(lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay)
     optimizers = [torch.optim.AdamW([p for p in model.parameters() if id(p) not in ours], **kw)]
     W, me, out = dist.get_world_size(), dist.get_rank(), dict(loss=[], seconds=[], bytes=[])
+    if train.batch_size % W: raise ValueError(f"batch_size must be a multiple of the {W} ranks, got {train.batch_size}")
     windows = Windows(tokens, train.context, train.batch_size, train.seed)
     for step in range(train.steps):
         x, y = (t.chunk(W)[me].to(rank_device()) for t in windows[step])
@@ -90,6 +91,7 @@ def predicted(config: GPTConfig, train: TrainConfig, way: Way, compute: float, #
               itemsize: int = 4) -> float:
     "Seconds of an iteration from the stream model: layers one after another; with compression the mean's all-reduce goes with the gradients."
     W, dcs, L = prod(way.sizes), way.sizes[0], sum(E > 0 for E in config.layer_experts)
+    if not L: raise ValueError("config must have layers with experts, got none")
     matrix = config.d_model * config.expert_width
     full, mean = 2 * matrix * itemsize * max(config.layer_experts) // W, 0.
     sent = full
