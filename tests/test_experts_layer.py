@@ -10,7 +10,8 @@ from torch import nn
 from moe_lab import MoE, Routing, TopKGate
 from moe_lab.experts.activation import ACTIVATIONS, get_activation
 from moe_lab.experts.layer import Experts, Local
-from moe_lab.routing.gate import ExpertChoiceGate, Gaussian
+from moe_lab.routing.expert_choice import ExpertChoiceGate
+from moe_lab.routing.gate import Gaussian
 
 
 class Fixed(nn.Module):

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_lab.core.types import Routing
 from moe_lab.routing.balance import (balance_loss, deepspeed_loss, expert_share, first_choice_loss, gshard_loss, importance_load_loss,
                                      importance_loss, load_loss, losses, mean_probs, over_layers, z_loss)
-from moe_lab.routing.gate import ExpertChoiceGate, Gaussian, NoisyRouting, RandomSecond, TopKGate
+from moe_lab.routing.expert_choice import ExpertChoiceGate
+from moe_lab.routing.gate import Gaussian, NoisyRouting, RandomSecond, TopKGate
 
 
 def routed(probs, k=1, mask=None, **options):

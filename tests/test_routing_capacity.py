@@ -9,7 +9,8 @@ from torch import nn
 
 from moe_lab.core.types import count_experts, dispatch
 from moe_lab.routing.capacity import capacity, capacity_for, drop_priority, drop_share, fill_lost, kept_weight, lost_tokens, needed, round_up, rules
-from moe_lab.routing.gate import ExpertChoiceGate, TopKGate
+from moe_lab.routing.expert_choice import ExpertChoiceGate
+from moe_lab.routing.gate import TopKGate
 
 
 def routed(logits, k=1, mask=None, **options):

@@ -7,8 +7,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from moe_lab.core.types import dispatch
-from moe_lab.routing.gate import (CosineRouter, ExpertChoiceGate, Gaussian, Gumbel, Jitter, LinearRouter, RandomSecond, TopKGate,
-                                  expert_choice, limit_groups, sigmoid, softmax, softmax_topk, topk)
+from moe_lab.routing.expert_choice import ExpertChoiceGate, expert_choice
+from moe_lab.routing.gate import (CosineRouter, Gaussian, Gumbel, Jitter, LinearRouter, RandomSecond, TopKGate,
+                                  limit_groups, sigmoid, softmax, softmax_topk, topk)
 
 
 def on_logits(logits, top_k, **options):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from ..core.arguments import check_choice
 from ..core.backend import triton_body
 
 aten = torch.ops.aten
@@ -34,14 +35,21 @@ def _gate_up(pre): return _wide(pre).chunk(2, -1)
 # %% ../../nbs/experts/00_activation.ipynb #fffff50f
 def _swiglu(pre):
     g, u = _gate_up(pre)
-    return (nnf.silu(g) * u).to(pre.dtype)
+    return nnf.silu(g).mul_(u).to(pre.dtype)
 
-def _gated_backward(pre, dh, value, slope): # of what the gate goes through
+def _gated_backward(pre, dh, parts): # g -> (value, derivative) of what the gate goes through
+    "In place where it can be: fresh memory costs as much as the arithmetic."
     (g, u), dh = _gate_up(pre), _wide(dh)
-    a = value(g)
-    return (a * u).to(pre.dtype), torch.cat([slope(dh * u, g), dh * a], -1).to(pre.dtype)
+    a, da = parts(g)
+    d_pre = torch.cat([da.mul_(u).mul_(dh), dh * a], -1)
+    return a.mul_(u).to(pre.dtype), d_pre.to(pre.dtype)
 
-def _swiglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.silu, aten.silu_backward)
+def _silu_parts(g):
+    s = torch.sigmoid(g)
+    a = g * s
+    return a, s.lerp_(s.new_ones(()), a)                   # s + a (1 - s)
+
+def _swiglu_backward(pre, dh): return _gated_backward(pre, dh, _silu_parts)
 
 # %% ../../nbs/experts/00_activation.ipynb #4aefeea2
 def _gelu(pre): return nnf.gelu(pre)
@@ -51,9 +59,9 @@ def _gelu_backward(pre, dh): return nnf.gelu(pre), aten.gelu_backward(dh, pre)
 # %% ../../nbs/experts/00_activation.ipynb #fa85205c
 def _geglu(pre):
     g, u = _gate_up(pre)
-    return (nnf.gelu(g) * u).to(pre.dtype)
+    return nnf.gelu(g).mul_(u).to(pre.dtype)
 
-def _geglu_backward(pre, dh): return _gated_backward(pre, dh, nnf.gelu, aten.gelu_backward)
+def _geglu_backward(pre, dh): return _gated_backward(pre, dh, lambda g: (nnf.gelu(g), aten.gelu_backward(torch.ones_like(g), g)))
 
 # %% ../../nbs/experts/00_activation.ipynb #f499cd94
 def _relu2(pre): return (_wide(pre).clamp(min=0) ** 2).to(pre.dtype)
@@ -95,7 +103,7 @@ ACTIVATIONS = {
 # %% ../../nbs/experts/00_activation.ipynb #c345c34c
 def get_activation(name: str) -> Activation: # a key of ACTIVATIONS
     "The record of an activation; ValueError for a name that is none."
-    if name not in ACTIVATIONS: raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {name!r}")
+    check_choice("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 # %% ../../nbs/experts/00_activation.ipynb #3913f0e5

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.backend import triton_body
+from ..core.backend import operator, triton_body
 from ..core.types import Dispatch
 
 # %% ../../nbs/experts/01_dispatch.ipynb #007778b3
@@ -65,7 +65,7 @@ def _k2(x_TD, z_RD, rows_Tk):
     return dot.masked_fill(rows_Tk < 0, 0)
 
 # %% ../../nbs/experts/01_dispatch.ipynb #8422cc6f
-@torch.library.custom_op("moe_lab::encode", mutates_args=())
+@operator("moe_lab::encode")
 def _encode(x: Tensor, weight: Tensor | None, rows: Tensor, filled: Tensor, num_rows: int, z: Tensor | None) -> tuple[Tensor, Tensor]:
     "K0 and, with `z`, K2 in the same pass."
     x, floats = x.contiguous(), [t for t in (x, weight, z) if t is not None]
@@ -75,7 +75,7 @@ def _encode(x: Tensor, weight: Tensor | None, rows: Tensor, filled: Tensor, num_
     return _k0(x, weight, rows, num_rows), _k2(x, z, rows) if z is not None else x.new_empty(0, dtype=_acc(x.dtype))
 
 # %% ../../nbs/experts/01_dispatch.ipynb #13fa8b42
-@torch.library.custom_op("moe_lab::decode", mutates_args=())
+@operator("moe_lab::decode")
 def _decode(z: Tensor, weight: Tensor | None, rows: Tensor, filled: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
     "K1 and, with `x`, K2 in the same pass."
     z, floats = z.contiguous(), [t for t in (z, weight, x) if t is not None]

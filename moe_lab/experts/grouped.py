@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from ..core.backend import triton_body
+from ..core.backend import operator, triton_body
 from ..core.types import Dispatch, Routing, dispatch as make_dispatch
 from .activation import get_activation
 
@@ -43,20 +43,27 @@ def tile_table(offsets: Tensor, # (E+1,)
     return torch.stack(cols, 1).int()
 
 # %% ../../nbs/experts/03_grouped.ipynb #523ae951
-@torch.library.custom_op("moe_lab::expert_plan", mutates_args=())
+def _tiles(offsets, rows, tile):
+    "The table where kernels run; plain PyTorch never looks at it."
+    return tile_table(offsets, rows, tile) if triton_body(offsets) else offsets.new_zeros(rows // tile + len(offsets) - 1, 4, dtype=torch.int32)
+
+@operator("moe_lab::expert_plan")
 def expert_plan(expert: Tensor, # (T,k) int64; ids outside [0, E) get no row
                 num_experts: int,
                 tile: int,
                ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "`offsets` (E+1,), `order` (T*k,), `row` (T,k) and `tiles`, all int32. Stable: rows of an expert are in token order."
+    "`offsets` (E+1,), `order` (T*k,), `row` (T,k) and `tiles` (zeros where no kernel reads them), all int32. Stable: rows of an expert are in token order."
     if expert.ndim != 2: raise ValueError(f"expert must be (T, k), got {tuple(expert.shape)}")
     if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
     T, k = expert.shape
     if triton_body(expert):
         from moe_lab.experts.plan_kernels import plan_triton
         return plan_triton(expert.contiguous(), num_experts, tile)
-    d = make_dispatch(torch.where((expert >= 0) & (expert < num_experts), expert, -1), num_experts, choice_major=False)
-    return d.offsets.int(), d.order.int(), d.rows().int(), tile_table(d.offsets, T * k, tile)
+    e = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts).reshape(-1)
+    ranked, order = e.sort(stable=True)
+    offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=e.device), out_int32=True)
+    row = torch.empty_like(e, dtype=torch.int32).index_copy_(0, order, torch.arange(T * k, dtype=torch.int32, device=e.device))
+    return offsets, order.int(), row.masked_fill_(e == num_experts, -1).view(T, k), _tiles(offsets, T * k, tile)
 
 @expert_plan.register_fake
 def _(expert, num_experts, tile):
@@ -131,12 +138,12 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
             _products(d_pre.split(n), up[experts], d_rows.split(n))
             if order is None: d_x[at] = d_rows
             else: d_x.index_add_(0, token[at], d_rows.to(wide))
-    d_weight = None if order is None else torch.where(row >= 0, d_scale[row.clamp(min=0).long(), 0], 0).to(weight.dtype)
+    d_weight = None if order is None else torch.empty_like(weight).view(-1).index_copy_(0, order.long(), d_scale[:, 0].to(weight.dtype)).view_as(weight)
     d_x, d_up, d_down = (t if n and t is not m else None for t, n, m in zip((d_x.to(x.dtype), d_up, d_down), needs, (None, up_main, down_main)))
     return d_x, d_weight, d_up, d_down, d_up_bias, d_down_bias
 
 # %% ../../nbs/experts/03_grouped.ipynb #f6a99c64
-@torch.library.custom_op("moe_lab::experts", mutates_args=())
+@operator("moe_lab::experts")
 def _experts(x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
              offsets: Tensor, order: Tensor | None, row: Tensor | None, tiles: Tensor, tile: int, activation: str, save: bool,
              up_main: Tensor | None = None, down_main: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -153,14 +160,14 @@ def _(x, weight, up, down, up_bias, down_bias, offsets, order, row, tiles, tile,
     return x.new_empty(x.shape), x.new_empty(R if save else 0, up.shape[1])
 
 # %% ../../nbs/experts/03_grouped.ipynb #6e9881ff
-@torch.library.custom_op("moe_lab::experts_backward", mutates_args=())
+@operator("moe_lab::experts_backward")
 def _experts_backward(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None,
                       down_bias: Tensor | None, pre: Tensor, offsets: Tensor, order: Tensor | None, row: Tensor | None,
                       tiles: Tensor, tile: int, activation: str, needs: list[bool]) -> list[Tensor]:
     "Gradients of x, weight, up, down, up_bias, down_bias, those that exist. needs: of x, up, down."
     return _gradients(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, tile, activation, needs, None, None)
 
-@torch.library.custom_op("moe_lab::experts_backward_into", mutates_args=("up_main", "down_main"))
+@operator("moe_lab::experts_backward_into", ("up_main", "down_main"))
 def _experts_backward_into(dy: Tensor, x: Tensor, weight: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None,
                            down_bias: Tensor | None, pre: Tensor, offsets: Tensor, order: Tensor | None, row: Tensor | None,
                            tiles: Tensor, tile: int, activation: str, needs: list[bool], up_main: Tensor, down_main: Tensor,
@@ -203,10 +210,10 @@ def _backward(ctx, dy, _):
     args = dy.contiguous(), x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, tiles, ctx.tile, ctx.activation, needs
     exist = needs[0], weight is not None, *needs[1:], up_bias is not None, down_bias is not None
     if ctx.main:
-        d_x, d_weight, d_up_bias, d_down_bias = torch.ops.moe_lab.experts_backward_into(*args, *ctx.main)
+        d_x, d_weight, d_up_bias, d_down_bias = _experts_backward_into(*args, *ctx.main)
         grads = [g if e else None for g, e in zip((d_x, d_weight, None, None, d_up_bias, d_down_bias), exist)]
     else:
-        found = iter(torch.ops.moe_lab.experts_backward(*args))
+        found = iter(_experts_backward(*args))
         grads = [next(found) if e else None for e in exist]
     return *grads, *[None] * 9
 
@@ -240,7 +247,9 @@ def _autocast(x, *others):
 def _check_values(expert, weight, E):
     "Raise for values out of range: always on a CPU; on a GPU, where looking means waiting, only with MOE_LAB_CHECK=1."
     if torch.compiler.is_compiling() or not (expert.device.type == "cpu" or os.environ.get("MOE_LAB_CHECK") == "1"): return
-    if (expert >= E).any() or (expert < -1).any(): raise ValueError(f"expert must lie in [-1, {E}), got {int(expert.min())} to {int(expert.max())}")
+    if not expert.numel(): return
+    low, high = (int(i) for i in expert.aminmax())
+    if low < -1 or high >= E: raise ValueError(f"expert must lie in [-1, {E}), got {low} to {high}")
     if not weight.detach().isfinite().all(): raise ValueError(f"weight must be finite, got {int((~weight.isfinite()).sum())} values that are not")
 
 def _check_main(main_grads, up, down):
@@ -271,15 +280,15 @@ def expert_mlp(rows_RD: Tensor, # rows in expert order
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and (offsets[0] != 0 or offsets[-1] > R or (offsets.diff() < 0).any()):
         raise ValueError(f"offsets must rise from 0 to at most the {R} rows, got {offsets.tolist()}")
     tile = tile_rows(R, E)
-    tiles = tile_table(offsets, R, tile)
+    tiles = _tiles(offsets, R, tile)
     return _experts(rows_RD, None, up, down, up_bias, down_bias, offsets.int(), None, None, tiles, tile, activation,
-                    _needs_grad(rows_RD, up, down, up_bias, down_bias), *(main_grads or ()))[0]
+                    _needs_grad(rows_RD, up, down, up_bias, down_bias), *(main_grads or (None, None)))[0]
 
 # %% ../../nbs/experts/03_grouped.ipynb #f5107ebc
 def _plan_of(d, tile):
     "The plan of a Dispatch (with a capacity, or in an order of its own)."
     row = torch.where(d.slot >= 0, d.offsets[d.expert.clamp(min=0)] + d.slot, -1)
-    return d.offsets.int(), d.order.int(), row.int(), tile_table(d.offsets, d.order.shape[0], tile)
+    return d.offsets.int(), d.order.int(), row.int(), _tiles(d.offsets, d.order.shape[0], tile)
 
 # %% ../../nbs/experts/03_grouped.ipynb #3ca17462
 def grouped_moe(x_TD: Tensor,
@@ -315,4 +324,4 @@ def grouped_moe(x_TD: Tensor,
     tile = tile_rows(T * k, E)
     plan = expert_plan(expert, E, tile) if dispatch is None else _plan_of(dispatch, tile)
     return _experts(x_TD, weight, up, down, up_bias, down_bias, *plan, tile, activation,
-                    _needs_grad(x_TD, weight, up, down, up_bias, down_bias), *(main_grads or ()))[0]
+                    _needs_grad(x_TD, weight, up, down, up_bias, down_bias), *(main_grads or (None, None)))[0]

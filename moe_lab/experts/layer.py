@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_choice, check_count, check_type
 from ..core.backend import triton_body
 from ..core.types import Dispatch, Routing, dispatch
 from .activation import activate, get_activation
@@ -21,7 +22,7 @@ from .decode import MAX_TOKENS, decode_experts, decode_gate
 from .dispatch import decode, encode
 from .grouped import expert_mlp, grouped_moe
 from ..routing.balance import balance_loss, z_loss
-from ..routing.capacity import capacity, capacity_for, drop_priority, drop_share, fill_lost
+from ..routing.capacity import capacity, capacity_for, drop_priority, drop_share, fill_lost, policies
 from ..routing.gate import LinearRouter, TopKGate
 
 # %% ../../nbs/experts/04_layer.ipynb #3df5d8da
@@ -52,11 +53,6 @@ class _Activate(torch.autograd.Function):
     def backward(ctx, dh): return activate(ctx.saved_tensors[0], ctx.name, dh), None
 
 # %% ../../nbs/experts/04_layer.ipynb #9e552da1
-def _count(name, value, least):
-    if isinstance(value, bool) or not isinstance(value, int): raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least: raise ValueError(f"{name} must be >= {least}, got {value}")
-
-# %% ../../nbs/experts/04_layer.ipynb #00d63080
 class Experts(nn.Module):
     """MLPs `down(act(up(x)))`, weights stacked over experts.
 
@@ -68,7 +64,8 @@ class Experts(nn.Module):
     def __init__(self, d_model: int, d_hidden: int, num_experts: int, activation: str = "swiglu", bias: bool = False,
                  ids: Sequence[int] | None = None):
         super().__init__()
-        for name, v in (("d_model", d_model), ("d_hidden", d_hidden), ("num_experts", num_experts)): _count(name, v, 1)
+        for name, v in (("d_model", d_model), ("d_hidden", d_hidden), ("num_experts", num_experts)): check_count(name, v)
+        check_type("bias", bias, bool)
         self.activation, self.num_experts, self.ids = activation, num_experts, range(num_experts) if ids is None else ids
         wide, here = get_activation(activation).halves * d_hidden, len(self.ids)
         self.up, self.down = nn.Parameter(torch.empty(here, wide, d_model)), nn.Parameter(torch.empty(here, d_model, d_hidden))
@@ -137,11 +134,10 @@ class Local:
     lost: str = "zero"
 
     def __post_init__(self):
-        f = self.capacity_factor
-        if f is None: return
-        if isinstance(f, bool) or not isinstance(f, (int, float)): raise TypeError(f"capacity_factor must be a number or None, got {f!r}")
-        capacity(0, 1, 1, f, need=0, rule=self.rule, multiple=self.multiple)          # refused here, not at the first batch
-        if self.lost not in ("zero", "pass"): raise ValueError(f"lost must be 'zero' or 'pass', got {self.lost!r}")
+        f = self.capacity_factor                                                      # refused here, not at the first batch
+        check_type("capacity_factor", f, float, None)
+        capacity(0, 1, 1, f or 0., need=0, rule=self.rule, multiple=self.multiple)
+        check_choice("policy", self.policy, policies); check_choice("lost", self.lost, ("zero", "pass"))
 
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, Dispatch | None]:
         if self.capacity_factor is None: return experts(x_TD, r), None
@@ -182,7 +178,8 @@ class MoE(nn.Module):
                  activation: str = "swiglu", bias: bool = False, gate: nn.Module | None = None, renormalize: bool | None = None,
                  shared_experts: int = 0, exchange: Callable | None = None):
         super().__init__()
-        _count("shared_experts", shared_experts, 0)
+        check_count("shared_experts", shared_experts, 0)
+        check_type("gate", gate, nn.Module, None); check_type("exchange", exchange, Callable, None)
         if gate is not None and renormalize is not None: raise ValueError(f"renormalize={renormalize} belongs to the gate that was given: set it there")
         for name, v in (("d_model", d_model), ("num_experts", num_experts)):
             if getattr(gate, name, v) != v: raise ValueError(f"gate must have the layer's {name}={v}, got {getattr(gate, name)}")

@@ -9,7 +9,7 @@ __all__ = ['TrainConfig', 'lr_at', 'routing_losses', 'lm_loss', 'evaluate', 'aut
 # %% ../../nbs/models/03_train.ipynb #114fa5b2
 import hashlib, json, math, os, time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ class TrainConfig:
             if not getattr(self, name) > 0: raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         for name in ("warmup", "weight_decay", "balance", "z", "lr_end"):
             if not getattr(self, name) >= 0: raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        whole(self.seed, "seed", 0, 2**40 - 1)                           # times a million, plus the step, is a seed of PyTorch
         if not math.isfinite(self.lr): raise ValueError(f"lr must be finite, got {self.lr}")
 
 # %% ../../nbs/models/03_train.ipynb #6c654744
@@ -316,9 +317,13 @@ def train(data: str = None, # text file or folder [default: the standard library
          ) -> None:
     "Train a GPT with experts on text; writes checkpoint.safetensors, tokenizer.json and log.jsonl."
     config, device = TrainConfig(steps=steps, batch_size=batch, context=context, lr=lr, warmup=warmup, balance=balance, seed=seed), find_device(device)
-    corpus = load_corpus(data, vocab)
+    whole(moe_every, "moe_every"); whole(experts, "experts", 0)
+    model = GPTConfig(vocab, d_model, layers, heads, d_hidden, every(moe_every, layers, experts), top_k=top_k, capacity_factor=capacity_factor, activation="gelu")
+    corpus = load_corpus(data, vocab)                                        # after all that can be refused without it
     print(corpus)
-    model = GPTConfig(corpus.vocab_size, d_model, layers, heads, d_hidden, every(moe_every, layers, experts), top_k=top_k, capacity_factor=capacity_factor, activation="gelu")
+    fewest = min(len(corpus.train), len(corpus.valid))
+    if fewest <= context: raise ValueError(f"data: too little text: {len(corpus.train):,} tokens to train on and {len(corpus.valid):,} to validate on, and context={context} needs more than that of each")
+    model = replace(model, vocab_size=corpus.vocab_size)
     n = num_params(model)
     print(f"{n.total:,} parameters, {n.active:,} active for a token; run folder {out}")
     _, log = fit(model, config, corpus, out, device, label="train")

@@ -290,7 +290,9 @@ _models += [
 # %% ../../nbs/models/06_zoo.ipynb #21dcdc72
 class _Zoo(dict):
     def __missing__(self, name):
-        near = difflib.get_close_matches(str(name), self, n=4, cutoff=.3)
+        names = {n.casefold(): n for n in self}
+        if str(name).casefold() in names: return self[names[str(name).casefold()]]
+        near = [names[n] for n in difflib.get_close_matches(str(name).casefold(), names, n=4, cutoff=.3)]
         raise KeyError(f"no model {name!r} in the zoo; nearest: {near}")
 
 #: Every model by name.

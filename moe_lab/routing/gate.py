@@ -4,21 +4,20 @@
 
 # %% auto #0
 __all__ = ['topk', 'softmax', 'sigmoid', 'renormalize', 'softmax_topk', 'limit_groups', 'widen', 'Noise', 'Jitter', 'Gaussian',
-           'Gumbel', 'RandomSecond', 'LinearRouter', 'CosineRouter', 'NoisyRouting', 'TopKGate', 'expert_choice',
-           'ExpertChoiceGate']
+           'Gumbel', 'RandomSecond', 'LinearRouter', 'CosineRouter', 'NoisyRouting', 'TopKGate']
 
 # %% ../../nbs/routing/01_gate.ipynb #327feea5
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.backend import triton_body
-from ..core.types import Dispatch, Routing
+from ..core.arguments import check_choice, check_count, check_type
+from ..core.backend import operator, triton_body
+from ..core.types import Routing
 
 # %% ../../nbs/routing/01_gate.ipynb #19b0ec63
 def topk(scores: Tensor, # (T,E)
@@ -67,7 +66,7 @@ def renormalize(weight: Tensor) -> Tensor: # (T,k) -> (T,k)
     return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
 
 # %% ../../nbs/routing/01_gate.ipynb #6d4c8427
-@torch.library.custom_op("moe_lab::softmax_topk", mutates_args=())
+@operator("moe_lab::softmax_topk")
 def softmax_topk(logits: Tensor, # (T,E), float32 or wider
                  k: int,
                  normalize: bool, # weights sum to 1
@@ -78,7 +77,9 @@ def softmax_topk(logits: Tensor, # (T,E), float32 or wider
     if triton_body(logits):
         from moe_lab.routing.gate_kernels import softmax_topk_triton
         return softmax_topk_triton(logits.contiguous(), k, normalize)
-    probs, ids = softmax(logits), topk(_fill(logits, _not_finite(logits), -math.inf), k)[1]
+    bad = _not_finite(logits)
+    logits = _fill(logits, bad, -math.inf)
+    probs, ids = _fill(logits.softmax(-1), bad, 0.), topk(logits, k)[1]
     weight = probs.gather(-1, ids)
     return probs, ids, renormalize(weight) if normalize else weight
 
@@ -88,7 +89,7 @@ def _(logits, k, normalize):
     return torch.empty_like(logits, memory_format=torch.contiguous_format), logits.new_empty(T, k, dtype=torch.int64), logits.new_empty(T, k)
 
 # %% ../../nbs/routing/01_gate.ipynb #fca3a284
-@torch.library.custom_op("moe_lab::softmax_topk_backward", mutates_args=())
+@operator("moe_lab::softmax_topk_backward")
 def _backward_kernel(d_probs: Tensor, d_weight: Tensor, probs: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     from moe_lab.routing.gate_kernels import softmax_topk_backward_triton
     return softmax_topk_backward_triton(d_probs.contiguous(), d_weight.contiguous(), probs, ids, normalize)
@@ -97,18 +98,21 @@ def _backward_kernel(d_probs: Tensor, d_weight: Tensor, probs: Tensor, ids: Tens
 def _(d_probs, d_weight, probs, ids, normalize): return torch.empty_like(probs)
 
 def _backward(d_probs, d_weight, probs, ids, normalize):
-    if triton_body(probs): return _backward_kernel(d_probs, d_weight, probs, ids, normalize)
-    if normalize:                                                                # plain operations: a second derivative exists
-        chosen = probs.gather(-1, ids)
-        total = chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(probs.dtype).tiny)
-        d_weight = (d_weight - (d_weight * chosen / total).sum(-1, keepdim=True)) / total
-    d = d_probs.scatter_add(-1, ids, d_weight)
-    return torch.where(probs > 0, probs * (d - (probs * d).sum(-1, keepdim=True)), 0.)
+    if d_weight is None: d_weight = probs.new_zeros(ids.shape)
+    if triton_body(probs): return _backward_kernel(torch.zeros_like(probs) if d_probs is None else d_probs, d_weight, probs, ids, normalize)
+    w = probs.gather(-1, ids)                                                    # plain operations: a second derivative exists
+    if normalize:
+        w = renormalize(w)
+        d_weight = d_weight - (w * d_weight).sum(-1, keepdim=True)
+    q = torch.zeros_like(probs).scatter(-1, ids, w * d_weight)
+    if d_probs is not None: q = q + probs * d_probs
+    return q if normalize and d_probs is None else q - probs * q.sum(-1, keepdim=True)
 
 def _save(ctx, inputs, output):
     ctx.normalize = inputs[2]
     ctx.save_for_backward(*output[:2])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)                     # without a balance loss, nothing comes back to probs
 
 softmax_topk.register_autograd(lambda ctx, d_probs, _, d_weight: (_backward(d_probs, d_weight, *ctx.saved_tensors, ctx.normalize), None, None),
                                setup_context=_save)
@@ -142,6 +146,7 @@ class Jitter(Noise):
     "The router sees x * U(1-eps, 1+eps), in float32 or wider (Switch, arXiv 2101.03961; DeepSpeed 'Jitter')."
     eps: float = 1e-2
     def __post_init__(self):
+        check_type("eps", self.eps, float)
         if not 0 <= self.eps < 1: raise ValueError(f"eps must be in [0, 1), got {self.eps}")
     def on_input(self, x):
         x = x.to(widen(x.dtype))
@@ -152,9 +157,11 @@ class Gaussian(Noise):
     "logits + std * N(0,1), felt by choice and weight; Tutel and V-MoE take std = c/E."
     std: float
     def __post_init__(self):
-        if not self.std >= 0: raise ValueError(f"std must be >= 0, got {self.std}")
+        check_type("std", self.std, float)
+        if not 0 <= self.std < math.inf: raise ValueError(f"std must be finite and >= 0, got {self.std}")
     def on_logits(self, logits): return logits + self.std * torch.randn_like(logits)
 
+# %% ../../nbs/routing/01_gate.ipynb #82376a84
 @dataclass(frozen=True)
 class Gumbel(Noise):
     "Choice by logits + Gumbel: experts sampled by softmax, without repetition (DeepSpeed 'RSample'); `keep_first`: only from the second on."
@@ -207,7 +214,8 @@ class CosineRouter(nn.Module):
     "logits = cosine(Wx, M_e) / tau (Tutel, arXiv 2206.03382, equation 2)."
     def __init__(self, d_model: int, num_experts: int, d_proj: int = 256, tau: float = .5):
         super().__init__()
-        if d_proj < 1: raise ValueError(f"d_proj must be >= 1, got {d_proj}")
+        for name, v in (("d_model", d_model), ("num_experts", num_experts), ("d_proj", d_proj)): check_count(name, v)
+        check_type("tau", tau, float)
         if not tau >= .01: raise ValueError(f"tau must be >= 0.01, got {tau}")
         self.proj = nn.Parameter(torch.empty(d_proj, d_model).normal_(std=d_model ** -.5))
         self.experts = nn.Parameter(torch.empty(num_experts, d_proj).normal_(std=.01))
@@ -228,10 +236,8 @@ class NoisyRouting(Routing):
 
 # %% ../../nbs/routing/01_gate.ipynb #8f36db83
 def _check(d_model, num_experts, top_k):
-    for name, v in (("d_model", d_model), ("num_experts", num_experts), ("top_k", top_k)):
-        if isinstance(v, bool) or not isinstance(v, int): raise TypeError(f"{name} must be an int, got {v!r}")
-    if d_model < 1: raise ValueError(f"d_model must be >= 1, got {d_model}")
-    if num_experts < 1: raise ValueError(f"num_experts must be >= 1, got {num_experts}")
+    for name, v in (("d_model", d_model), ("num_experts", num_experts)): check_count(name, v)
+    check_type("top_k", top_k, int)
     if not 1 <= top_k <= num_experts: raise ValueError(f"top_k must be in [1, num_experts={num_experts}], got {top_k}")
 
 def _check_input(x, mask, d_model):
@@ -243,6 +249,29 @@ def _check_input(x, mask, d_model):
     return x if mask is None else x.masked_fill(~mask[:, None], 0.)
 
 # %% ../../nbs/routing/01_gate.ipynb #f2d48d42
+def _check_options(gate):
+    "What of a gate's options cannot work, alone or together."
+    E, k = gate.num_experts, gate.top_k
+    check_choice("score", gate.score, _scores)
+    check_type("scale", gate.scale, float); check_type("router", gate.router, nn.Module)
+    if not (math.isfinite(gate.scale) and gate.scale > 0): raise ValueError(f"scale must be finite and > 0, got {gate.scale}")
+    if k == 1 < E and (gate.renormalize or (gate.score == "softmax" and not gate.score_first)):
+        what = "renormalize=True" if gate.renormalize else "score_first=False"
+        raise ValueError(f"top_k=1 with {what} makes every weight the constant 1: its gradient is 0 and the router never learns "
+                         "from the task. Use the raw score (renormalize=False, score_first=True) or top_k >= 2")
+    for name in ("groups", "keep_groups"): check_type(name, getattr(gate, name), int, None)
+    if (gate.groups is None) != (gate.keep_groups is None): raise ValueError("groups and keep_groups must be given together")
+    if gate.groups is not None:
+        if gate.groups < 1 or E % gate.groups: raise ValueError(f"groups must divide num_experts={E}, got {gate.groups}")
+        least = -(-k // (E // gate.groups))
+        if not least <= gate.keep_groups <= gate.groups:
+            raise ValueError(f"keep_groups must be in [{least}, groups={gate.groups}] to hold top_k={k} experts, got {gate.keep_groups}")
+    for n in gate.noise:
+        if not isinstance(n, Noise): raise TypeError(f"noise must hold Noise objects, got {n!r}")
+        if isinstance(n, RandomSecond) and k != 2: raise ValueError(f"RandomSecond needs top_k=2, got {k}")
+        if isinstance(n, Gumbel) and (gate.groups or gate.bias is not None): raise ValueError("Gumbel noise acts on logits; it cannot be joined with groups or bias")
+
+# %% ../../nbs/routing/01_gate.ipynb #447f60f2
 class TopKGate(nn.Module):
     """Each token's k best experts: (T,D) -> `Routing`.
 
@@ -260,31 +289,14 @@ class TopKGate(nn.Module):
         self.score, self.score_first, self.scale = score, score_first, scale
         self.renormalize = top_k > 1 if renormalize is None else renormalize
         self.groups, self.keep_groups = groups, keep_groups
+        check_type("noise", noise, Noise, Sequence)
         self.noise = (noise,) if isinstance(noise, Noise) else tuple(noise)
         self.std = math.hypot(*(n.std for n in self.noise if isinstance(n, Gaussian)))
         self.router = LinearRouter(d_model, num_experts) if router is None else router
         self.register_buffer("bias", torch.zeros(num_experts) if bias else None)
         self._plain = score == "softmax" and score_first and not groups and not bias          # one pass will do
-        self._check_options()
-
-    def _check_options(self):
-        E, k = self.num_experts, self.top_k
-        if self.score not in _scores: raise ValueError(f"score must be one of {sorted(_scores)}, got {self.score!r}")
-        if not (math.isfinite(self.scale) and self.scale > 0): raise ValueError(f"scale must be finite and > 0, got {self.scale}")
-        if k == 1 < E and (self.renormalize or (self.score == "softmax" and not self.score_first)):
-            what = "renormalize=True" if self.renormalize else "score_first=False"
-            raise ValueError(f"top_k=1 with {what} makes every weight the constant 1: its gradient is 0 and the router never learns "
-                             "from the task. Use the raw score (renormalize=False, score_first=True) or top_k >= 2")
-        if (self.groups is None) != (self.keep_groups is None): raise ValueError("groups and keep_groups must be given together")
-        if self.groups is not None:
-            if self.groups < 1 or E % self.groups: raise ValueError(f"groups must divide num_experts={E}, got {self.groups}")
-            least = -(-k // (E // self.groups))
-            if not least <= self.keep_groups <= self.groups:
-                raise ValueError(f"keep_groups must be in [{least}, groups={self.groups}] to hold top_k={k} experts, got {self.keep_groups}")
-        for n in self.noise:
-            if not isinstance(n, Noise): raise TypeError(f"noise must hold Noise objects, got {n!r}")
-            if isinstance(n, RandomSecond) and k != 2: raise ValueError(f"RandomSecond needs top_k=2, got {k}")
-            if isinstance(n, Gumbel) and (self.groups or self.bias is not None): raise ValueError("Gumbel noise acts on logits; it cannot be joined with groups or bias")
+        for name, v in (("score_first", score_first), ("renormalize", self.renormalize), ("bias", bias)): check_type(name, v, bool)
+        _check_options(self)
 
     def _apply(self, fn, recurse=True):
         "The bias moves in steps of 0.001, which bf16 would lose: it changes device with the module, but never to half precision."
@@ -317,10 +329,17 @@ class TopKGate(nn.Module):
         weight = self._weigh(logits, scores, keys, chosen)
         if expert is None:
             for n in noise: chosen = n.on_choice(chosen, weight)
+            weight = weight.masked_fill(chosen < 0, 0.)
         return scores, chosen, weight
 
     def _check_reuse(self, x, expert, noise):
+        if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
         if expert.shape != (len(x), self.top_k): raise ValueError(f"expert must be ({len(x)}, top_k={self.top_k}), got {tuple(expert.shape)}")
+        if expert.numel() and expert.device.type == "cpu" and not torch.compiler.is_compiling():        # looking costs a GPU a wait
+            ids = expert.sort(1).values
+            if ids[:, 0].min() < -1 or ids[:, -1].max() >= self.num_experts: raise ValueError(f"expert must lie in [-1, {self.num_experts}), got {int(ids.min())} to {int(ids.max())}")
+            twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1).nonzero()
+            if len(twice): raise ValueError(f"expert must name a token's experts once each, got {expert[twice[0, 0]].tolist()} for token {int(twice[0, 0])}")
         if any(isinstance(n, RandomSecond) for n in noise):
             raise ValueError("expert cannot be given to a gate with RandomSecond noise: a second expert that was not used left no id")
 
@@ -337,8 +356,8 @@ class TopKGate(nn.Module):
             for n in noise: noisy = n.on_logits(noisy)
             if self._plain and not noise and expert is None: scores, chosen, weight = softmax_topk(noisy, self.top_k, self.renormalize)
             else: scores, chosen, weight = self._choose(noisy, expert, noise, mask)
-            if mask is not None: chosen = chosen.masked_fill(~mask[:, None], -1)
-            weight = weight.masked_fill(chosen < 0, 0.) * self.scale
+            if mask is not None: chosen, weight = (t.masked_fill(~mask[:, None], v) for t, v in ((chosen, -1), (weight, 0.)))
+            if self.scale != 1: weight = weight * self.scale
             probs = renormalize(scores) if self.score == "sigmoid" else scores
         if noise and self.std: return NoisyRouting(chosen, weight, probs, logits, mask, noisy, self.std)
         return Routing(chosen, weight, probs, logits, mask)
@@ -350,51 +369,3 @@ class TopKGate(nn.Module):
         if self.bias is None: raise ValueError("update_bias needs a gate made with bias=True")
         if counts.shape != (self.num_experts,): raise ValueError(f"counts must have shape ({self.num_experts},), got {tuple(counts.shape)}")
         self.bias += rate * torch.sign(counts.sum() - self.num_experts * counts).to(self.bias.dtype)
-
-# %% ../../nbs/routing/01_gate.ipynb #247609cf
-def expert_choice(scores: Tensor, # (T,E)
-                  capacity: int, # tokens each expert picks; at most the number of real tokens
-                  mask: Tensor | None = None, # (T,) bool, False = padding, never picked
-                 ) -> Dispatch:
-    "Each expert takes its best tokens, best first (ties: lowest token). As wide as the busiest token has experts: one host sync."
-    T, E = scores.shape
-    real = T if mask is None else int(mask.sum())
-    if capacity < 0: raise ValueError(f"capacity must be >= 0, got {capacity}")
-    C = min(capacity, real)
-    keys = scores.detach() if mask is None else scores.detach().masked_fill(~mask[:, None], -math.inf)
-    token = topk(keys.t(), C)[1] if C else keys.new_empty(E, 0, dtype=torch.int64)         # (E,C)
-    slot_TE = torch.full((T, E), -1, device=scores.device).scatter_(0, token.t(), torch.arange(C, device=scores.device)[:, None].expand(C, E))
-    picked = slot_TE >= 0
-    k = max(1, int(picked.sum(1).max())) if T else 1
-    choice = topk(picked.to(scores.dtype), k)[1]                                           # a token's experts first, by id
-    slot = slot_TE.gather(1, choice)
-    expert = torch.where(slot >= 0, choice, -1)
-    by_row = torch.where(slot >= 0, choice * C + slot, E * C).reshape(-1).argsort(stable=True)
-    counts = torch.full((E,), C, device=scores.device)
-    return Dispatch(counts, torch.arange(E + 1, device=scores.device) * C, by_row, slot, expert)
-
-# %% ../../nbs/routing/01_gate.ipynb #c77d9989
-class ExpertChoiceGate(nn.Module):
-    """Each expert picks ceil(capacity_factor * T / E) tokens by softmax score (Zhou et al., arXiv 2202.09368). (T,D) -> `Routing`.
-
-    `capacity_factor` is the mean number of experts a token gets; padding counts nowhere. A token's choice depends on the
-    whole batch, later tokens too: do not use it to generate text.
-    """
-    def __init__(self, d_model: int, num_experts: int, capacity_factor: float = 2., router: nn.Module | None = None):
-        super().__init__()
-        _check(d_model, num_experts, 1)
-        if not 0 < capacity_factor <= num_experts: raise ValueError(f"capacity_factor must be in (0, num_experts={num_experts}], got {capacity_factor}")
-        self.d_model, self.num_experts, self.capacity_factor = d_model, num_experts, capacity_factor
-        self.router = LinearRouter(d_model, num_experts) if router is None else router
-
-    def forward(self, x: Tensor, # (T,D)
-                mask: Tensor | None = None, # (T,) bool, False = padding
-               ) -> Routing:
-        x = _check_input(x, mask, self.d_model)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = self.router(x)
-            probs = softmax(logits)
-        T = x.shape[0] if mask is None else int(mask.sum())
-        expert = expert_choice(probs, math.ceil(Fraction(str(self.capacity_factor)) * T / self.num_experts), mask).expert
-        weight = probs.gather(1, expert.clamp(min=0)).masked_fill(expert < 0, 0.)
-        return Routing(expert, weight, probs, logits, mask)
