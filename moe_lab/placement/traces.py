@@ -6,7 +6,7 @@
 __all__ = ['make_trace', 'read_trace', 'watch', 'record', 'recorded']
 
 # %% ../../nbs/placement/06d_traces.ipynb #6cd99ee0
-import csv, io, json, math, tempfile
+import csv, io, json, math, tempfile, zlib
 from importlib.resources import files
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -50,9 +50,9 @@ def read_trace(path: str | Path) -> np.ndarray: # (steps, layers, E) int64
             with ZipFile(path) as z:                                        # a few bytes can unpack to any number
                 if (n := z.getinfo("counts.npy").file_size) > 2**30: raise ValueError(f"counts take {n} bytes, more than a trace can be")
             with np.load(path, allow_pickle=False) as f: a = f["counts"]
-        except (KeyError, ValueError, OSError, EOFError, MemoryError, BadZipFile) as e: raise ValueError(f"{path.name}: not an npz with an array 'counts': {e}") from None
+        except (KeyError, ValueError, OSError, EOFError, MemoryError, RuntimeError, BadZipFile, zlib.error) as e: raise ValueError(f"{path.name}: not an npz with an array 'counts': {e}") from None
         if a.ndim == 2: a = a[:, None]
-        if a.ndim != 3: raise ValueError(f"{path.name}: counts must be (steps, layers, E), got shape {a.shape}")
+        if a.ndim != 3 or not a.size: raise ValueError(f"{path.name}: counts must be (steps, layers, E), none of them 0, got shape {a.shape}")
     elif path.suffix == ".csv":
         rows = csv.DictReader(io.StringIO(read_text(path, 2**26), newline=""))
         need = ("step", "layer", "expert", "count")
@@ -61,12 +61,13 @@ def read_trace(path: str | Path) -> np.ndarray: # (steps, layers, E) int64
         except (TypeError, ValueError, OverflowError, csv.Error) as e: raise ValueError(f"{path.name}: every value must be a whole number: {e}") from None
         if not len(r): raise ValueError(f"{path.name}: needs a line below its columns")
         if (wrong := ((r < 0) | (r >= 2**31)).any(1)).any(): raise ValueError(f"{path.name}: line {int(wrong.argmax()) + 2} has a number outside [0, 2^31)")
+        r[:, 0] = np.unique(r[:, 0], return_inverse=True)[1]                       # every tenth step recorded is no trace of nine idle ones
         size = r[:, :3].max(0) + 1
         if math.prod(map(int, size)) > 10**8: raise ValueError(f"{path.name}: {' x '.join(map(str, size))} steps x layers x experts is more than a trace can be")
         a = np.zeros(size, np.int64)
         np.add.at(a, tuple(r[:, :3].T), r[:, 3])
     else: raise ValueError(f"{path.name}: a trace ends in .csv or .npz")
-    if not np.issubdtype(a.dtype, np.integer) or (a < 0).any(): raise ValueError(f"{path.name}: counts must be whole numbers >= 0")
+    if a.dtype.kind not in "iu" or (a < 0).any() or (a >= 2**31).any(): raise ValueError(f"{path.name}: counts must be whole numbers in [0, 2^31), got {a.dtype}{f' from {a.min()} to {a.max()}' if a.dtype.kind in 'iu' else ''}")
     return a.astype(np.int64)
 
 # %% ../../nbs/placement/06d_traces.ipynb #6a57a589
