@@ -14,6 +14,7 @@ from moe_lab.comm import checkpoint
 from moe_lab.comm.gradients import check_copies, clip_grad_norm, reduce_gradients
 from moe_lab.comm.parallel import ExpertParallel
 from moe_lab.comm.switch import Switchable
+from moe_lab.core.types import Placement
 from moe_lab.placement.execute import move, placed_layers
 from moe_lab.placement.placed import Placed
 from test_comm_parallel import differences
@@ -24,6 +25,8 @@ LAYOUTS = {"one": (1, lambda _: ExpertParallel(grid())), "ep 2": (2, lambda _: E
            "placed 2": (2, lambda rnd: Placed(grid(), some_placement(rnd, E, 2, 3))), "placed 3": (3, lambda rnd: Placed(grid(), some_placement(rnd, E, 3, 2))),
            "placed 4": (4, lambda rnd: Placed(grid(), some_placement(rnd, E, 4, 2))),
            "r 0": (4, lambda _: Switchable(grid(), 0)), "r 1": (4, lambda _: Switchable(grid(), 1)), "r 2": (4, lambda _: Switchable(grid(), 2))}
+
+IDLE = {"idle": (2, lambda _: Placed(grid(), Placement(torch.tensor([[1, 0], [1, 0]]))))}         # the second rank has no expert until one moves there
 
 
 class Model(nn.Module):
@@ -44,7 +47,7 @@ def advance(layout, folder, first, last, seed=0, fault=None, victim=0):
     experts move. `fault`: where the victim is killed in the last step. Losses, and copies that moved."""
     W, rank, rnd, moved = dist.get_world_size(), dist.get_rank(), random.Random(seed), 0
     torch.manual_seed(0)
-    model = Model(LAYOUTS[layout][1](rnd)).double()
+    model = Model((LAYOUTS | IDLE)[layout][1](rnd)).double()
     opt = torch.optim.AdamW(model.parameters(), lr=.05)
     if first: assert checkpoint.load(folder, model, opt, first) == {"at": first}
     losses = []
@@ -91,6 +94,13 @@ def walk(ranks, folder, seed, record_property, most_faults):
 
 
 def test_a_walk(ranks, tmp_path, record_property): walk(ranks, tmp_path, 25, record_property, 2)
+
+
+def test_a_rank_without_experts_counts_steps(ranks, tmp_path):
+    "Found by a walk: a checkpoint was loaded, then experts moved to an idle rank, and its Adam began at step 1 (P06)."
+    want, _ = ranks.run(advance, "one", tmp_path / "undisturbed", 0, 6, n=1)[0]
+    ranks.run(advance, "ep 2", tmp_path / "walk", 0, 3, n=2)
+    for losses, moved in ranks.run(advance, "idle", tmp_path / "walk", 3, 6, 1, n=2): assert moved and losses == pytest.approx(want[3:], rel=1e-9)
 
 
 @pytest.mark.slow

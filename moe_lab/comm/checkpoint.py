@@ -71,7 +71,8 @@ def _optimizer_pieces(model, optimizer, stored=None):
     for p in (p for g in optimizer.param_groups for p in g["params"]):
         name, stack = names[id(p)], stacked.get(id(p))
         keys = list(_split(name, p.detach(), stack))
-        if stored is not None and keys:
+        if stored is not None:
+            keys = keys or [f"{name}.0"]                        # a rank without experts counts steps for those that may move here
             for slot in [k.rpartition("@")[2] for k in stored if k.rpartition("@")[0] == f"optimizer.{keys[0]}"]:
                 scalar = stored[f"optimizer.{keys[0]}@{slot}"] == () and p.ndim
                 optimizer.state[p][slot] = torch.zeros(()) if scalar else torch.zeros_like(p.detach())
