@@ -113,7 +113,12 @@ class AdamW:
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #9737bd9a
 def _update(w, g, m, v, h):
-    "AdamW in place, as `torch.optim.AdamW` orders it."
+    "AdamW in place, as `torch.optim.AdamW` orders it, in at least float32: in float16 eps would be 0."
+    if (wide := torch.promote_types(w.dtype, torch.float32)) != w.dtype:
+        new = [t.to(wide) for t in (w, g, m, v)]
+        _update(*new, h)
+        for t, n in zip((w, m, v), (new[0], *new[2:])): t.copy_(n)
+        return
     c1, c2 = h.corrections
     w.mul_(1 - h.lr * h.weight_decay)
     m.lerp_(g, 1 - h.betas[0])
