@@ -45,14 +45,15 @@ def dispatch_map(d: Dispatch, # with a capacity; some ten tokens
     def lines(j):
         ends = [(token_y[t], slot_y[d.expert[t, j]][d.slot[t, j]]) for t in range(T) if d.slot[t, j] >= 0]
         return go.Scatter(x=[0, 1, None] * len(ends), y=[v for a, b in ends for v in (a, b, None)], mode="lines", name=f"choice {j + 1}", hoverinfo="skip")
-    def marks(x, ys, texts, name, symbol, color, side):
-        return go.Scatter(x=[x] * len(ys), y=ys, text=texts, name=name, mode="markers+text", textposition=f"middle {side}", hoverinfo="text",
+    def marks(x, ys, texts, name, symbol, color, side, hover=None):
+        return go.Scatter(x=[x] * len(ys), y=ys, text=texts, hovertext=hover or texts, name=name, mode="markers+text", textposition=f"middle {side}", hoverinfo="text",
                           marker=dict(symbol=symbol, size=11, color=color, line=dict(color="#808080", width=1)))
     short = [bool(((d.expert[t] >= 0) & (d.slot[t] < 0)).any()) for t in range(T)]
     full = [(e, s, s < d.counts[e]) for e in range(E) for s in range(C)]
     groups = [marks(0, [token_y[t] for t in range(T) if short[t] == lost], [f"token {t}" for t in range(T) if short[t] == lost], name, "circle", color, "left")
               for lost, name, color in ((False, "all choices kept", "#0072B2"), (True, "a choice dropped", "#D55E00"))]
-    groups += [marks(1, [slot_y[e][s] for e, s, f in full if f == filled], [f"expert {e}, slot {s}" for e, s, f in full if f == filled], name, "square", color, "right")
+    groups += [marks(1, [slot_y[e][s] for e, s, f in full if f == filled], [f"expert {e}" * (s == 0) for e, s, f in full if f == filled], name, "square", color, "right",
+                     [f"expert {e}, slot {s}" for e, s, f in full if f == filled])
                for filled, name, color in ((True, "filled", "#0072B2"), (False, "empty", "rgba(0,0,0,0)"))]
     fig = go.Figure([*map(lines, range(k)), *groups], layout=dict(title=title))
     return fig.update_xaxes(visible=False, range=[-.5, 1.6]).update_yaxes(visible=False, range=[-1.02, .02])
@@ -80,8 +81,8 @@ def capacity_bars(counts: Tensor, # (E,) assignments wanted
     "Bars of kept, dropped and padded rows of each expert, and the capacity as a line; totals in the title."
     kept, dropped, padded = counts.clamp(max=capacity), (counts - capacity).clamp(min=0), (capacity - counts).clamp(min=0)
     share = lambda a, b: f"{a.sum().item() / max(b, 1):.1%}"
-    title = f"{title}capacity {capacity}: {share(dropped, counts.sum().item())} dropped, {share(padded, capacity * len(counts))} padding"
+    title = f"{title}capacity {capacity}:<br>{share(dropped, counts.sum().item())} dropped, {share(padded, capacity * len(counts))} padding"
     bars = [go.Bar(y=v.tolist(), name=name, marker=dict(color=color)) for name, v, color in
             (("kept", kept, "#0072B2"), ("dropped", dropped, "#D55E00"), ("padding", padded, "rgba(128,128,128,.3)"))]
-    fig = go.Figure(bars, layout=dict(title=title, barmode="stack", xaxis=dict(title="expert"), yaxis=dict(title="rows")))
+    fig = go.Figure(bars, layout=dict(title=title, barmode="stack", margin=dict(t=100), xaxis=dict(title="expert"), yaxis=dict(title="rows")))
     return fig.add_hline(capacity, line=dict(dash="dot"))
