@@ -14,12 +14,13 @@
   const lines = text => text.split("<br>").length;
 
   async function settle(g) {
-    const first = g.first ??= {height: g._fullLayout.height, title: g.layout.title?.text ?? "", pad: {...g.layout.sliders?.[0].pad},
+    const first = g.first ??= {height: g._fullLayout.height, named: Object.keys(g.layout).filter(k => g.layout[k]?.ticktext), title: g.layout.title?.text ?? "", pad: {...g.layout.sliders?.[0].pad},
                                axes: Object.fromEntries(Object.keys(g.layout).filter(k => /^xaxis/.test(k)).map(k => [k, g.layout[k].title?.text]))};
     const width = g.clientWidth, change = {}, frames = g._transitionData?._frames ?? [], L = g._fullLayout;
     const font = L.title.font, title = text => broken(text, font, width - 16);
     let rows = first.title && lines(title(first.title));
     for (const f of frames) {
+      delete f.layout?.height;                        // the place of a figure keeps its size
       if (!f.layout?.title?.text) continue;
       f.whole ??= f.layout.title.text;
       f.layout.title.text = title(f.whole);
@@ -27,9 +28,12 @@
     }
     const shown = frames.length && frames[L.sliders?.[0]?.active]?.whole || first.title;
     for (const [k, text] of Object.entries(first.axes)) if (text && L[k]._length) change[`${k}.title.text`] = broken(text, L[k].title.font, L[k]._length + 20);
-    for (const k of Object.keys(L).filter(k => /^yaxis/.test(k) && L[k].type === "category" && !g.layout[k]?.ticktext)) {
-      change[`${k}.tickvals`] = L[k]._categories;
-      change[`${k}.ticktext`] = L[k]._categories.map(c => broken(`${c}`, L[k].tickfont, width / 3));
+    for (const k of Object.keys(L).filter(k => /^yaxis/.test(k) && L[k].type === "category" && !first.named.includes(k))) {
+      const all = [...new Set([...L[k]._categories, ...frames.flatMap(f => f.data ?? []).flatMap(t => t.orientation === "h" ? t.y ?? [] : [])])];
+      change[`${k}.tickvals`] = all;
+      const small = {...L[k].tickfont, size: width < 500 ? 10 : 13};
+      change[`${k}.tickfont.size`] = small.size;
+      change[`${k}.ticktext`] = all.map(c => broken(`${c}`, small, .42 * width));
     }
     for (const k of Object.keys(L).filter(k => /^xaxis/.test(k))) {
       const {type, _length, ticktext, tickangle} = L[k];
@@ -47,10 +51,11 @@
     if (g.layout.sliders) {
       const value = box(g, ".slider-group > .slider-label")[0], left = g.getBoundingClientRect().left;
       const low = Math.max(...box(g, "[class^=x][class$=title], [class^=x][class$=tick]").map(b => b.bottom));
-      const right = Math.max(...box(g, ".slider-labels text").map(b => b.right));
+      const {steps, font: {size, family}} = g._fullLayout.sliders[0], {l, w} = g._fullLayout._size;
+      pen.font = `${size}px ${family}`;
       if (value) pad.t += Math.max(0, low + 6 - value.top);
       far = value?.right > left + width;
-      pad.r = (pad.r ?? 0) + Math.max(0, right + 4 - left - width);
+      pad.r = (pad.r ?? 0) + Math.max(0, pen.measureText(steps.at(-1).label).width / 2 + 4 - (width - l - w));
     }
     const height = Math.round(first.height + top - 60 + (pad.t ?? 0) - (first.pad.t ?? 0));
     for (const e of [g, g.parentElement]) e.style.height = `${height}px`;
