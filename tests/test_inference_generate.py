@@ -34,7 +34,7 @@ def test_a_trained_run_writes_text_from_the_command_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("prompts,kw,why", [([], {}, "at least one request"), ([[1], []], {}, "prompt 1 is empty"), ([[1, 40]], {}, "token id 40 is outside the vocabulary of 40"),
-                                            ([[-1]], {}, "token id -1"), ([[1] * 6], dict(context=8), "prompt 0 of 6 tokens and max_new=4 exceed the context of 8"), ([[1]], dict(max_new=0), "max_new")])
+                                            ([[-1]], {}, "token id -1"), ([[1.5]], {}, "token id 1.5 is outside"), ([[1] * 6], dict(context=8), "prompt 0 of 6 tokens and max_new=4 exceed the context of 8"), ([[1]], dict(max_new=0), "max_new")])
 def test_bad_requests_are_refused_before_anything_runs(prompts, kw, why):
     m = model()
     m.forward = m.features = None                                                # would fail if it ran
@@ -49,6 +49,11 @@ def test_nan_weights_name_the_request_and_the_step(where):
     for body in bodies:
         with use(body), pytest.raises(FloatingPointError, match="request 0, step 0"): generate(m, [[1, 2], [3]], 3)
     if not bodies: assert len(generate(m, [[1, 2]], 3)[0]) == 3
+
+
+def test_no_temperature_is_too_low():                                            # logits over 1e-40 would be inf, and inf over inf the first token
+    m = model()
+    assert generate(m, [[1, 2]], 4, Sampling(temperature=1e-40)) == generate(m, [[1, 2]], 4, Sampling(temperature=0))
 
 
 def test_one_broken_request_does_not_spoil_the_others_step_message():

@@ -38,7 +38,8 @@ class Sampling:
 def choose(logits_BV: Tensor, sampling: Sampling, u_B: Tensor) -> Tensor: # (B,) int64
     "The token of each row, given one uniform number a row. Ties go to the lowest id."
     if sampling.temperature == 0: return logits_BV.argmax(-1)
-    p, ids = (logits_BV.float() / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    z = logits_BV.float()
+    p, ids = ((z - z.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)      # the difference first: no temperature makes it inf
     keep = torch.ones_like(p, dtype=torch.bool)
     if sampling.top_k is not None: keep[:, sampling.top_k:] = False
     if sampling.top_p is not None: keep &= p.cumsum(-1) - p < sampling.top_p           # the token that crosses the border stays
@@ -119,12 +120,12 @@ def check_requests(model: nn.Module, prompts: list[list[int]], max_new: int, con
     "ValueError for a request that `stream` could not serve, TypeError for a model that it does not know."
     vocab = model.embed.num_embeddings if isinstance(model, GPT) else getattr(getattr(model, "config", None), "vocab_size", 0)
     if not vocab: decoder(model, 1, 1)                         # says what is wrong with the type
-    if not prompts: raise ValueError("prompts must hold at least one request")
+    if not len(prompts): raise ValueError("prompts must hold at least one request")
     if max_new < 1: raise ValueError(f"max_new must be >= 1, got {max_new}")
     for i, p in enumerate(prompts):
         if not len(p): raise ValueError(f"prompt {i} is empty: a model needs at least one token to go on from")
-        bad = [t for t in p if not 0 <= int(t) < vocab]
-        if bad: raise ValueError(f"prompt {i}: token id {int(bad[0])} is outside the vocabulary of {vocab}")
+        bad = [t for t in p if int(t) != t or not 0 <= t < vocab]
+        if bad: raise ValueError(f"prompt {i}: token id {float(bad[0]):g} is outside the vocabulary of {vocab}")
         if context is not None and len(p) + max_new > context: raise ValueError(f"prompt {i} of {len(p)} tokens and max_new={max_new} exceed the context of {context}")
 
 # %% ../../nbs/inference/03_generate.ipynb #fe1e8f4c
