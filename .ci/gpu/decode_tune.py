@@ -38,20 +38,14 @@ real = dk.pdl
 def set_pdl(f): dk.pdl = f; sk.pdl = f
 set_pdl(lambda x: False); step_time(1, "base, no PDL", profile=True); step_time(16, "base, no PDL", profile=True)
 set_pdl(real)
-V = {1: {"down": [(2,8192,8,1),(1,8192,4,1),(4,8192,8,1),(1,8192,2,1),(2,4096,4,1)], "linear": [(4,2048,4,1),(4,2048,2,1),(1,2048,1,1)], "up": [(1,2048,2,1),(2,2048,8,1),(4,2048,8,1)]},
-     16: {"up": [(64,128,8,3),(128,64,8,4),(64,64,8,4),(64,64,2,4),(64,128,4,3)], "down": [(64,128,4,4),(32,128,4,4),(64,64,4,5),(16,128,4,5)],
-          "linear": [(64,64,4,5),(32,128,4,5),(64,256,8,3),(32,256,4,3)], "gate": [(16,128,2,5),(16,256,4,3)]},
-     64: {"up": [(64,128,8,3),(32,64,4,5)], "down": [(64,128,4,4),(32,128,4,4)], "linear": [(32,128,4,4),(64,64,4,5)]}}
+V = {1: {"up": [(4,2048,8,1),(2,2048,8,1),(1,2048,2,1)], "down": [(1,8192,4,1),(4,8192,8,1),(2,8192,8,1)], "linear": [(4,2048,4,1),(1,2048,1,1)]},
+     16: {"up": [(64,128,4,3),(32,128,4,4)], "down": [(64,128,4,4),(32,128,4,5)], "linear": [(64,64,4,5),(64,128,8,4)], "gate": [(16,128,2,5),(16,256,4,3)]},
+     64: {"up": [(64,64,4,4),(32,64,4,5)], "down": [(64,128,4,4),(32,128,4,4)], "linear": [(32,128,4,4),(64,64,4,5)]}}
 real_stretch = sk.stretch
 for n in (128, 512):                                       # longer stretches of the cache
     sk.stretch = lambda size, heads, n=n: n
     step_time(1, f"attention in stretches of {n}")
 sk.stretch = real_stretch
-def table():                                               # a plan from the gate's kernel, as for more tokens
-    from moe_lab.inference import step
-    old, step.CHOOSING = step.CHOOSING, 0
-    step_time(1, "gate writes the plan"); step.CHOOSING = old
-table()
 for B, kinds in V.items():
     best = step_time(B, "base", profile=B > 1)
     for kind, options in kinds.items():

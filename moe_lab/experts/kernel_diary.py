@@ -49,6 +49,14 @@ ENTRIES = [
      "wrong, and version 1 had said so: one histogram over (chunks, experts) takes 43 us by itself. The faster placing (16 us) does not pay for it"),
     ("4 order of tiles", "dH", "groups of 4 or 16 row tiles share more of W_down in the cache: +2 %", "506 and 499 (groups of 8: 501)", "518 and 509 (517) at 64 experts", "no change worth a rule"),
     ("4 sixteen rows a block", "dH", "fewer registers, more blocks in flight", "415", "429 at 64 experts", "wrong: twice the barriers"),
+    ("5 fewer waits", "decode step", "all ranks at once in the gate, second product cut by expert and columns, first keys before the wait, one kernel to begin: 1,000 us -> 850", "978 us", "5,540 us (9,400 before)",
+     "a tenth of what was hoped for one request: a profile finds attention at 8.0 us a layer, more than before; right for 16"),
+    ("5 tile sizes", "decode step", "one change at a time, 3 %", "949 us", "4,313 us", "right for one, 22 % for 16: up in 64 columns instead of 32"),
+    ("6 norms beforehand", "decode step", "norms inside every tile of every product cost 50 us of a layer's 240: 4,313 us -> 3,500", "-", "3,315 us", "right, and more than hoped: 82 % of the copy bandwidth with up in steps of 128"),
+    ("6 gate by tiles of 16 tokens", "decode step", "four programs were all that 64 tokens got: 77 us a layer -> 20", "-", "10 us a layer; 64 requests 5,778 -> 4,803 us", "right"),
+    ("6 one token's sum in registers", "decode step", "a program sums its columns over all chosen experts, no partial sums, no atomics; attention in stretches of 64 tokens: 949 us -> 840", "871 us", "-", "most of it; 64 % of the copy bandwidth, 70 was the aim"),
+    ("6 programs choose by themselves", "decode step", "a gate without its last program: 870 us -> 800", "4,149 us", "-",
+     "wrong by far: 4,096 programs that each rank 64 experts took 188 us a layer where reading a plan takes 19. Not kept"),
 ]
 
 # %% ../../nbs/experts/03z_kernel_diary.ipynb #4aab6147

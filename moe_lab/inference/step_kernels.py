@@ -35,7 +35,7 @@ def begin(ids: Tensor, # (B,) int64
     B, D, half = len(ids), embed.shape[1], len(freq)
     x, at = torch.empty(B, D, dtype=embed.dtype, device=embed.device), torch.empty_like(lengths)
     cos, sin = (torch.empty(B, half, dtype=torch.float32, device=embed.device) for _ in range(2))
-    _begin_kernel[(B,)](ids.contiguous(), embed, freq, lengths, x, cos, sin, at, D=D, HALF=half, BD=triton.next_power_of_2(D))
+    _begin_kernel[(B,)](ids, embed, freq, lengths, x, cos, sin, at, D=D, HALF=half, BD=triton.next_power_of_2(D))
     return x, cos, sin, at
 
 # %% ../../nbs/inference/02a_step_kernels.ipynb #4234caa6
@@ -53,12 +53,11 @@ def _linear_kernel(x_ptr, gain_ptr, w_ptr, residual_ptr, out_ptr, T, N, K: tl.co
 
 def linear(x_TK: Tensor, w_NK: Tensor, gain: Tensor | None = None, eps: float = 1e-6,
            residual: Tensor | None = None, # (T,N), older than the kernel before this one
-           dtype: torch.dtype | None = None, # of the result; None: x's
           ) -> Tensor: # (T,N)
     "residual + norm(x) @ w.T for 1 to 64 rows."
     (T, K), N, early = x_TK.shape, w_NK.shape[0], pdl(x_TK)
     if T > 1: x_TK, gain = norm(x_TK, gain, eps), None
-    out, c, TP = torch.empty(T, N, dtype=dtype or x_TK.dtype, device=x_TK.device), config("linear", T, K, x_TK.element_size()), tile_tokens(T)
+    out, c, TP = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device), config("linear", T, K, x_TK.element_size()), tile_tokens(T)
     _linear_kernel[(triton.cdiv(N, c["BN"]), triton.cdiv(T, TP))](x_TK, gain, w_NK, residual, out, T, N, K=K, TP=TP, EPS=eps, PDL=early, launch_pdl=early, **c)
     return out
 
