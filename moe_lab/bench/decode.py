@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from .harness import Report, copy_rate, machine, measure, script
+from .harness import Report, captured, copy_rate, machine, measure, script
 from ..core.backend import use
 from ..core.types import Routing, dispatch
 from ..experts.dispatch import decode_einsum, encode_einsum
@@ -56,21 +56,6 @@ def hf_layer(name: str, implementation: str, moe: MoE, device, dtype) -> Callabl
     return f
 
 # %% ../../nbs/bench/09_decode.ipynb #9f8ebbd0
-def _captured(f: Callable) -> Callable | None: # the same as a replay, None where capture fails
-    "A CUDA graph of `f`."
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side): f()
-        torch.cuda.synchronize()
-        g = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(g): f()
-        g.replay(); torch.cuda.synchronize()
-        return g.replay
-    except Exception as e:
-        print(f"not captured: {str(e).splitlines()[0][:120]}", flush=True)
-        torch.cuda.synchronize()
-
 #: D, F, E, k, activation: the experts of OLMoE-1B-7B, Qwen3-30B-A3B, and of DeepSpeed-MoE's 1.3B+MoE-128; then each with experts that cost nothing
 LAYERS = {"olmoe": (2048, 1024, 64, 8, "swiglu"), "qwen3": (2048, 768, 128, 8, "swiglu"), "1.3B+MoE-128": (2048, 8192, 128, 1, "gelu")}
 LAYERS |= {f"{name}, routing": (D, 16, *rest) for name, (D, _, *rest) in LAYERS.items()}
@@ -100,7 +85,7 @@ def _layer(name: str, tokens: list[int], device, dtype, rounds: int, shape=None)
                 try: errors[n] = float((f().double() - want).norm() / want.norm())
                 except Exception as e: print(f"{name} T={T} {n}: {str(e).splitlines()[0][:120]}", flush=True)
             variants = {n: variants[n] for n in errors}
-            graphs = {n: g for n, f in variants.items() if cuda and (g := _captured(f))}
+            graphs = {n: g for n, f in variants.items() if cuda and (g := captured(f))}
             medians = lambda v: {n: t.median for n, t in measure(v, device, rounds).items()} if v else {}
             yield T, dict(eager=medians(variants), graph=medians(graphs), errors=errors, bytes=layer_bytes(moe, moe.gate(x)))
 
@@ -163,7 +148,7 @@ class StaticHF:
     def step(self, token):
         if self.captured is None:
             self.ids = token.clone()
-            self.captured = _captured(lambda: self._advance())
+            self.captured = captured(lambda: self._advance())
             if self.captured is None: raise RuntimeError("transformers' step was not captured")
         self.ids.copy_(token)
         self.captured()

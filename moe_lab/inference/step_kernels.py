@@ -35,7 +35,7 @@ def begin(ids: Tensor, # (B,) int64
     B, D, half = len(ids), embed.shape[1], len(freq)
     x, at = torch.empty(B, D, dtype=embed.dtype, device=embed.device), torch.empty_like(lengths)
     cos, sin = (torch.empty(B, half, dtype=torch.float32, device=embed.device) for _ in range(2))
-    _begin_kernel[(B,)](ids, embed, freq, lengths, x, cos, sin, at, D=D, HALF=half, BD=triton.next_power_of_2(D))
+    _begin_kernel[(B,)](ids.contiguous(), embed, freq, lengths, x, cos, sin, at, D=D, HALF=half, BD=triton.next_power_of_2(D))
     return x, cos, sin, at
 
 # %% ../../nbs/inference/02a_step_kernels.ipynb #4234caa6
