@@ -263,7 +263,7 @@ def test_plan_answers_for_data_centres(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("levels, memory, status, says", [
-    ([("dc", 2, "0 Gb/s"), ("gpu", 4, "100 Gb/s")], "80 GB", 2, "bandwidth of level 'dc' must be finite and > 0"),
+    ([("dc", 2, "0 Gb/s"), ("gpu", 4, "100 Gb/s")], "80 GB", 2, "bandwidth [B/s] of level 'dc' must be finite"),
     ([("dc", 1, "1 Gb/s")], "80 GB", 0, "one GPU: nothing travels"),
     ([("dc", 1, "1 Gb/s"), ("gpu", 4, "100 Gb/s")], "80 GB", 0, "one data centre: nothing crosses"),
     ([("dc", 2, "1 Gb/s"), ("gpu", 8, "100 Gb/s")], "80 GB", 0, "no token has to leave it"),
