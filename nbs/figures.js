@@ -48,7 +48,7 @@
     const head = 8 + 1.3 * font.size * rows, keys = box(g, ".legend")[0], subtitle = L.annotations?.some(a => a.y >= 1 && a.yref === "paper");
     const top = head + (keys && g._fullLayout.legend.y > 1 ? keys.height + 10 : 0) + (subtitle ? 22 : 0) + 4, pad = {...first.pad};
     let far = false;
-    if (g.layout.sliders) {
+    if (g._fullLayout.sliders?.[0]?.visible) {       // a slider of one step is not drawn
       const value = box(g, ".slider-group > .slider-label")[0], left = g.getBoundingClientRect().left;
       const low = Math.max(...box(g, "[class^=x][class$=title], [class^=x][class$=tick]").map(b => b.bottom));
       const {steps, font: {size, family}} = g._fullLayout.sliders[0], {l, w} = g._fullLayout._size;
