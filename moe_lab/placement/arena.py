@@ -68,7 +68,8 @@ def run(policy: str, # one of POLICIES
     "Play a trace with one policy. Decisions see the step before only."
     if policy not in POLICIES: raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}")
     trace, G = np.asarray(trace), cost.cluster.num_devices
-    if trace.ndim != 2: raise ValueError(f"trace must be (steps, E), got shape {trace.shape}")
+    if trace.ndim != 2 or not trace.shape[1]: raise ValueError(f"trace must be (steps, E), got shape {trace.shape}")
+    if trace.dtype.kind not in "iu" or (trace < 0).any(): raise ValueError(f"trace must be whole numbers >= 0, got {trace.dtype}")
     if every < 1: raise ValueError(f"every must be >= 1, got {every}")
     E, nodes, full = trace.shape[1], int(np.prod(cost.cluster.sizes[:-1])), cost.expert_bytes * (1 + optimizer_ratio)
     p, plan, home = Placement.expert_parallel(E, G), None, None

@@ -10,16 +10,15 @@ import numpy as np
 import torch
 
 from ..core.types import Placement
-from .cost import Cost, columns, device_seconds, total
+from .cost import Cost, by_expert, columns, device_seconds, total
 from .vexpert import Move, balance_ratio
 
 # %% ../../nbs/placement/04_policy.ipynb #ad7ab820
 class Planner:
     "Incremental state of the greedy search: placement, each expert's columns, each device's sums."
     def __init__(self, cost: Cost, counts: np.ndarray, placement: Placement, slots: int | np.ndarray, candidates: int = 32):
-        self.cost, self.counts, self.slots, self.candidates = cost, np.asarray(counts, float).T.copy(), slots, candidates
+        self.cost, self.counts, self.slots, self.candidates = cost, by_expert(counts, placement), slots, candidates
         self.p = placement.slots.numpy().copy()
-        if self.counts.shape != self.p.shape: raise ValueError(f"counts must be (G, E) = {self.p.shape[::-1]}, got {np.asarray(counts).shape}")
         if (over := self.p.sum(0) - slots).max() > 0:
             raise ValueError(f"slots must be at least the {self.p.sum(0)[over.argmax()]} that device {over.argmax()} already uses, got {slots}")
         self.load, self.parts = self.counts.sum(1), total(cost, self.counts, self.p)

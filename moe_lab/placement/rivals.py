@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.types import Placement
-from .cost import Cost, columns, device_seconds, total
+from .cost import Cost, by_expert, columns, device_seconds, total
 from .tokens import largest_remainder
 
 # %% ../../nbs/placement/05_rivals.ipynb #2254ec38
@@ -46,7 +46,8 @@ def eplb(weight: np.ndarray, # (L,E) load of each layer's experts
 
     With groups that do not divide by nodes, the global plan (one group, one node). Physical expert i lives on device i // (replicas/devices)."""
     weight = np.asarray(weight, float)
-    if weight.ndim != 2: raise ValueError(f"weight must be (L, E), got shape {weight.shape}")
+    if weight.ndim != 2 or not weight.shape[1]: raise ValueError(f"weight must be (L, E), got shape {weight.shape}")
+    _loads("weight", weight)
     L, E = weight.shape
     if replicas < E: raise ValueError(f"replicas ({replicas}) must be at least the number of experts ({E})")
     if replicas % devices: raise ValueError(f"replicas ({replicas}) must be a multiple of devices ({devices})")
@@ -55,6 +56,10 @@ def eplb(weight: np.ndarray, # (L,E) load of each layer's experts
         if a % b: raise ValueError(f"{name} ({a}) must be a multiple of {'groups' if a == E and name[0] == 'n' else 'nodes'} ({b})")
     plans = [_eplb_layer(w, replicas, groups, nodes, devices, devices // nodes if cap else None) for w in weight]
     return np.stack([p for p, _ in plans]), np.stack([c for _, c in plans])
+
+
+def _loads(name, x):
+    if not (np.isfinite(x).all() and (x >= 0).all()): raise ValueError(f"{name} must be finite and >= 0")
 
 
 def _eplb_layer(w, replicas, groups, nodes, devices, limit):
@@ -96,6 +101,7 @@ def symi_placement(load: np.ndarray, # (E,)
                    devices: int, slots: int) -> Placement:
     "Replica counts proportional to load, at least one each (arXiv 2504.19925), laid out device after device."
     load = np.asarray(load, float)
+    _loads("load", load)
     E, R = len(load), devices * slots
     if R < E: raise ValueError(f"{R} slots cannot hold {E} experts")
     scaled = np.round(load / load.sum() * 2**40).astype(np.int64) if load.sum() else np.ones(E, np.int64)
@@ -116,7 +122,7 @@ def smartmoe_placement(cost: Cost, counts: np.ndarray, # (G,E)
                        placement: Placement, max_swaps: int = 64) -> Placement:
     "Greedy swaps between the slowest device and the others, the best one each round, while the step gets faster (USENIX ATC 2023, online part)."
     if (placement.slots.sum(1) != 1).any(): raise ValueError("SmartMoE keeps one copy of each expert: every row of slots must sum to 1")
-    counts, p = np.asarray(counts, float).T, placement.slots.numpy().copy()
+    counts, p = by_expert(counts, placement), placement.slots.numpy().copy()
     parts = total(cost, counts, p)
     for _ in range(max_swaps):
         t = device_seconds(parts)
@@ -139,7 +145,7 @@ def shadows(cost: Cost, counts: np.ndarray, # (G,E)
             placement: Placement) -> tuple[list[int], float]: # (shadowed experts, hottest first; predicted seconds)
     """How many of the hottest experts to copy everywhere (PPoPP 2022, section 4): while the slowest device's compute and exchange,
     plus 2 transfers of parameters a shadow, get less. Their tokens stay at home."""
-    counts, p = np.asarray(counts, float).T, placement.slots.numpy()
+    counts, p = by_expert(counts, placement), placement.slots.numpy()
     move = 2 * cost.expert_bytes / min(cost.bandwidth)
     each = columns(cost, counts, p)
     parts = each.sum(0)

@@ -19,7 +19,7 @@ from ..comm.pipeline import overlapped
 from ..core.types import Cluster, Placement, Routing, dispatch
 from ..experts.dispatch import decode, encode
 from ..experts.layer import Experts
-from .cost import Cost, total
+from .cost import Cost, by_expert, total
 from ..sim.events import Op
 
 # %% ../../nbs/placement/05b_smart_schedule.ipynb #af8ee5a8
@@ -70,7 +70,7 @@ def flows(counts: np.ndarray, # (G,E)
           placement: Placement, shadowed: list[int] = (), # experts that are everywhere for this step
          ) -> np.ndarray: # (G,G) tokens from device to device, the diagonal stays
     "Who computes whose tokens: the real-valued version of `route_tokens`."
-    counts, p = np.asarray(counts, float).T.copy(), placement.slots.numpy()
+    counts, p = by_expert(counts, placement), placement.slots.numpy()
     home = counts[list(shadowed)].sum(0)
     counts[list(shadowed)] = 0
     quota = counts.sum(1, keepdims=True) / p.sum(1, keepdims=True) * p
@@ -143,6 +143,6 @@ def smart_seconds(cost: Cost, counts: np.ndarray, # (G,E)
     p = placement.slots.numpy()
     flow, G = flows(counts, placement, shadowed), cost.cluster.num_devices
     n = groups or max(n for n in range(1, 17) if G % n == 0)
-    sync = total(cost, np.asarray(counts, float).T, p)[1].max() if (p > 0).sum(1).max() > 1 else 0.
+    sync = total(cost, by_expert(counts, placement), p)[1].max() if (p > 0).sum(1).max() > 1 else 0.
     copies = cost.copy_seconds * ((p > 0).sum(0).max() + len(shadowed))
     return smart_pass(cost, flow, n) + smart_pass(cost, flow, n, 2 / 3) + float(sync) + copies + 2 * len(shadowed) * cost.expert_bytes / min(cost.bandwidth) + cost.fixed
