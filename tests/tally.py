@@ -1,7 +1,7 @@
 """What a run says about public cases, fuzzed examples and faults: `pytest -m reliability --report FILE` writes it, nothing in it is typed.
 
 A test tries a case when its source names the id in a comment or in its docstring (`# Z02`), a notebook when a code cell does.
-Tests count their own work with pytest's `record_property`: examples, files, faults, moves, worlds, runs."""
+Tests count their own work with pytest's `record_property`: examples, files, faults, pieces, moves, worlds, runs."""
 import csv, inspect, io, json, platform, re, subprocess, tokenize
 from collections import Counter
 from datetime import date
@@ -17,7 +17,7 @@ def table(name): return list(csv.DictReader((ROOT / "tests/cases" / name).read_t
 
 CASES = {r["id"]: r for r in table("cases.csv")}
 KINDS = {r["kind"]: r for r in table("kinds.csv")}
-COUNTS = ("files", "faults", "moves", "worlds", "runs")
+COUNTS = ("files", "faults", "pieces", "moves", "worlds", "runs")
 
 
 def named(text):
