@@ -312,7 +312,8 @@ def check_compress(p, body):
     want = shared.double().flatten().repeat(E, 1).scatter_add_(1, best, r.value.double())
     close(whole.view(E, n), want, limit, "whole")
 
-    g, first, second, threshold = m.randn(E, p.F, p.D), draw(), draw().abs(), torch.rand(E, generator=m.g).mul(3).to(DEV, torch.promote_types(m.dtype, torch.float32))
+    g, first = m.randn(E, p.F, p.D), draw()
+    second, threshold = draw().abs() + first.square(), torch.rand(E, generator=m.g).mul(3).to(DEV, torch.promote_types(m.dtype, torch.float32))
     h = compress.AdamW(.1, (.9, .99), 1e-8, .1 * p.bias, 1 + p.seed % 3)
     wide = [t.double() for t in (w, g, first, second)]
     compress._update(*wide, h)
