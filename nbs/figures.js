@@ -67,5 +67,8 @@
   const all = async () => { for (const g of document.querySelectorAll(".plotly-graph-div")) if (g._fullLayout) await settle(g); };
   let waiting;
   addEventListener("load", () => setTimeout(all, 0));
-  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(all, 200); });
+  addEventListener("resize", () => {
+    for (const g of document.querySelectorAll(".plotly-graph-div")) if (g.first && g.layout.sliders) g.layout.sliders[0].pad = {...g.first.pad};    // made for another width
+    clearTimeout(waiting); waiting = setTimeout(all, 200);
+  });
 })();
