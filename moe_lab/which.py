@@ -63,7 +63,7 @@ def ideas(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, 
     out += [Idea("no padding", "MegaBlocks", max(padded.seconds, t.seconds), t.seconds, why=f"a capacity of {f:g} that drops nothing takes {gb:.1f} GB more{'' if padded.fits else ': it fits only without'}"),
             Idea("index dispatch", "Tutel, MegaBlocks", einsum.seconds, padded.seconds, why=f"GShard's einsum {'fits' if einsum.fits else 'would not fit: its time as if it did'}"),
             Idea("balanced placement", "FlexMoE, SmartMoE, EPLB", t.seconds, step(model, cluster, best, each, seq, 1.).seconds, True, "perfect balance, moves for nothing"),
-            Idea("sending while computing", "fused collectives", t.seconds, t.seconds - t.parts.get("a2a", 0.), True, "no exchange is seen any more")]
+            Idea("sending while computing", "fused collectives", t.seconds, t.seconds - t.parts.get("a2a", 0.), True, "bound: the exchange fully hidden")]
     if model.name in PYRAMID:
         twin = min(plans(zoo[PYRAMID[model.name]], cluster, tokens, seq, None, imbalance, 3), key=lambda p: p.time.seconds)
         out.append(Idea("pyramid and residual", "DeepSpeed-MoE", t.seconds, twin.time.seconds, why=f"{twin.time.used / 1e9:.0f} GB instead of {t.used / 1e9:.0f}"))

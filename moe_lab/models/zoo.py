@@ -95,7 +95,7 @@ class Layer:
 # %% ../../nbs/models/06_zoo.ipynb #dca0a98e
 @dataclass(frozen=True)
 class Recipe:
-    "How a paper trains its model; None is what it does not say."
+    "How a paper trains its model; None: the source used does not say."
     batch: int | None = None               # sequences
     context: int | None = None             # tokens a sequence
     tokens: float | None = None            # in all

@@ -38,7 +38,7 @@ def bill_race(results: dict, # {policy: steps with .seconds and .moving}
         fig = go.Figure(go.Bar(y=list(share), x=list(share.values()), orientation="h", text=[f"{v:.2f}" for v in share.values()],
                                marker_color=["#D55E00" if p == best else "#0072B2" for p in share]))
         return fig.update_layout(title=f"The bill after step {t}: {best} is ahead", xaxis=dict(title="time so far, standing still = 1", range=[0, top]), yaxis_autorange="reversed")
-    return sweep(make, "step: ", list(range(every - 1, len(bill["static"]), every)))
+    return sweep(make, "step", list(range(every - 1, len(bill["static"]), every)))
 
 # %% ../../nbs/viz/09_placement.ipynb #a7c9e37d
 def threshold_figure(bills: dict, # {kind of trace: {threshold: steps with .seconds and .moving}}
@@ -82,4 +82,4 @@ def placement_movie(cost: Cost, trace: np.ndarray, # (steps, E)
         fig = go.Figure(go.Heatmap(z=p.slots.numpy()[rows], zmin=0, zmax=slots, colorscale="Viridis", colorbar_title="vExperts", xgap=1, ygap=1,
                                    text=[[f"expert {e}: {load[e]} tokens"] * G for e in rows], hovertemplate="%{text}<br>device %{x}: %{z} vExperts<extra></extra>"))
         return fig.update_layout(title=f"Where experts live (balance ratio {ratio:.2f})", xaxis_title="device", yaxis=dict(title="expert, by first load", autorange="reversed"))
-    return sweep(make, "step: ", list(states))
+    return sweep(make, "step", list(states))

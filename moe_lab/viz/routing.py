@@ -85,4 +85,4 @@ def capacity_bars(counts: Tensor, # (E,) assignments wanted
     bars = [go.Bar(y=v.tolist(), name=name, marker=dict(color=color)) for name, v, color in
             (("kept", kept, "#0072B2"), ("dropped", dropped, "#D55E00"), ("padding", padded, "rgba(128,128,128,.3)"))]
     fig = go.Figure(bars, layout=dict(title=title, barmode="stack", margin=dict(t=100), xaxis=dict(title="expert"), yaxis=dict(title="rows")))
-    return fig.add_hline(capacity, line=dict(dash="dot"))
+    return fig.add_hline(capacity, line=dict(color="#808080", dash="dot"))
