@@ -5,12 +5,14 @@ from hypothesis import given, settings
 from strategies import BODIES, CHECKS, DEV, KERNELS, Problem, problems
 
 SMALL = dict(tokens=10, width=24, experts=4, blocks=(16,))        # the interpreter runs a program a millisecond
-RUNS = [(name, body) for body in BODIES for name in CHECKS if body == "torch" or name in KERNELS]
+LONG = {"grouped", "products", "blocksparse", "layer", "compress", "generate"}     # many programs an example: there 10 in the normal run
+slow = pytest.mark.slow
+RUNS = [pytest.param(name, body, n, marks=[slow] * (n > (10 if body == "triton" and name in LONG else 50))) for body in BODIES for name in CHECKS
+        if body == "torch" or name in KERNELS for n in ((10, 50, 2000) if body == "triton" and name in LONG else (50, 2000))]
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("examples", [50, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name, body", RUNS)
+@pytest.mark.parametrize("name, body, examples", RUNS)
 def test_operator(name, body, examples, record_property):
     done = 0
 
