@@ -138,7 +138,7 @@ def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, o
             _products(d_pre.split(n), up[experts], d_rows.split(n))
             if order is None: d_x[at] = d_rows
             else: d_x.index_add_(0, token[at], d_rows.to(wide))
-    d_weight = None if order is None else torch.empty_like(weight).view(-1).index_copy_(0, order.long(), d_scale[:, 0].to(weight.dtype)).view_as(weight)
+    d_weight = None if order is None else weight.new_empty(weight.numel()).index_copy_(0, order.long(), d_scale[:, 0].to(weight.dtype)).view_as(weight)
     d_x, d_up, d_down = (t if n and t is not m else None for t, n, m in zip((d_x.to(x.dtype), d_up, d_down), needs, (None, up_main, down_main)))
     return d_x, d_weight, d_up, d_down, d_up_bias, d_down_bias
 
