@@ -132,6 +132,7 @@ def _why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried):
     s, miss = min(tried, key=lambda x: x[1])
     if miss == inf:
         groups = G // max(x.tensor for x, _ in tried)
+        if tokens >= groups * seq: return f"tokens must be a multiple of {groups * seq}, whole sequences of {seq} for each of {groups} data parallel groups, got {tokens}"
         return f"tokens must hold a whole sequence for each of {groups} or more data parallel groups, {groups * seq} tokens at seq {seq}, got {tokens}: a larger step, a shorter sequence, or fewer devices"
     parts = memory(model, cluster, s, tokens // G // s.micro, imbalance)
     gb = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)

@@ -66,6 +66,7 @@ def _attention(c):
     heads, D = _get(c, "heads"), _get(c, "d_model")
     if c.get("kv_lora_rank"):
         return LatentAttention(heads, c.get("q_lora_rank") or None, c["kv_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
+    if heads > D and c.get("head_dim") is None: raise ValueError(f"num_attention_heads must be at most hidden_size = {D} where head_dim is missing, got {heads}")
     return Attention(heads, _get(c, "head_dim", D // heads), _get(c, "kv_heads"), bias=bool(c.get("attention_bias", False)))
 
 # %% ../../nbs/sim/03_workload.ipynb #b0845c21
