@@ -24,8 +24,9 @@ def expert_devices(model: Model, cluster: Cluster) -> int: # W
     if not counts: raise ValueError(f"model must have experts, {model.name} has none")
     for W in range(min(cluster.num_devices, min(counts)), 0, -1):
         if cluster.num_devices % W or any(E % W for E in counts): continue
-        try: group_sizes(cluster, W); return W
-        except ValueError: pass
+        try: sizes = group_sizes(cluster, W)
+        except ValueError: continue
+        if all(l.size % n == 0 for l, n in zip(cluster.levels, sizes)): return W        # no group of experts straddles a border
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #68b1d04c
 @dataclass(frozen=True)
