@@ -274,12 +274,14 @@ def check():
 
 def meta():
     from moe_lab.core import backend
-    from moe_lab.experts.grouped import expert_plan
+    from moe_lab.experts.grouped import expert_plan, tile_table
     for T, E, k, route in [(32768, 128, 8, "r"), (32768, 64, 8, "r"), (32768, 512, 8, "r"), (32768, 1024, 8, "r"), (32768, 8, 8, "r"), (32768, 128, 8, "one"), (1000, 128, 8, "r"), (7, 4, 2, "r"), (500000, 128, 8, "r")]:
         ids = torch.rand(T, E, device="cuda").topk(k, -1)[1] if route == "r" else torch.full((T, k), 3, device="cuda")
         ids[0, 0] = -1
         if T == 1000: ids[torch.rand(T, k, device="cuda") < .3] = -1
-        with backend.use("torch"): want = expert_plan(ids, E, 128)
+        with backend.use("torch"):
+            want = expert_plan(ids, E, 128)[:3]
+            want = *want, tile_table(want[0], T * k, 128)
         first = (T, E, route) == (32768, 128, "r")
         for c in [{}, *([dict(CHUNK=256), dict(CHUNK=1024), dict(PROGRAMS=128)] if first and "quick" not in sys.argv else [])]:
             got = plan_triton(ids, E, 128, c)
