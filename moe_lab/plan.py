@@ -14,7 +14,7 @@ from pathlib import Path
 from fastcore.script import store_true
 
 from .cluster.topology import load as load_cluster, presets
-from .core.files import number, whole
+from .core.arguments import number, whole
 from .core.types import Cluster
 from .hybrid_ep.advice import Advice, advise, expert_devices, explain
 from .models.zoo import Model, zoo

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.launch import Pool, RankError, rank_device
-from ..core.files import read_json, short
+from ..core.arguments import short
+from ..core.files import read_json
 
 # %% ../../nbs/bench/00_harness.ipynb #af6a0ef4
 def versions(*packages: str) -> dict: # name -> version, None where it is not installed

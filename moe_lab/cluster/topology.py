@@ -10,7 +10,8 @@ __all__ = ['a100', 'a800', 'h200', 'h100', 'h800', 'presets', 'nd_a100_v4', 'a80
 import dataclasses, math
 from pathlib import Path
 
-from ..core.files import parse_yaml, read_text, short
+from ..core.arguments import short
+from ..core.files import parse_yaml, read_text
 from ..core.types import Cluster, Device, Level
 
 # %% ../../nbs/cluster/01_topology.ipynb #9fddae18

@@ -22,7 +22,8 @@ from torch.func import functional_call
 from .alltoall import _algos, flexible, flexible_back
 from .replay import replayed
 from .switch import Slices, Switchable
-from ..core.files import read_json, short, whole
+from ..core.arguments import short, whole
+from ..core.files import read_json
 from ..core.types import Dispatch, Routing
 
 # %% ../../nbs/comm/03_pipeline.ipynb #a4cc6ee9

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .files import number, short
+from .arguments import number, short
 
 # %% ../../nbs/core/01_types.ipynb #5b00f55d
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_choice, check_count, check_type
+from ..core.arguments import check_choice, check_type, whole
 from ..core.backend import triton_body
 from ..core.types import Dispatch, Routing, dispatch
 from .activation import activate, get_activation
@@ -64,7 +64,7 @@ class Experts(nn.Module):
     def __init__(self, d_model: int, d_hidden: int, num_experts: int, activation: str = "swiglu", bias: bool = False,
                  ids: Sequence[int] | None = None):
         super().__init__()
-        for name, v in (("d_model", d_model), ("d_hidden", d_hidden), ("num_experts", num_experts)): check_count(name, v)
+        for name, v in (("d_model", d_model), ("d_hidden", d_hidden), ("num_experts", num_experts)): whole(v, name)
         check_type("bias", bias, bool)
         self.activation, self.num_experts, self.ids = activation, num_experts, range(num_experts) if ids is None else ids
         wide, here = get_activation(activation).halves * d_hidden, len(self.ids)
@@ -178,7 +178,7 @@ class MoE(nn.Module):
                  activation: str = "swiglu", bias: bool = False, gate: nn.Module | None = None, renormalize: bool | None = None,
                  shared_experts: int = 0, exchange: Callable | None = None):
         super().__init__()
-        check_count("shared_experts", shared_experts, 0)
+        whole(shared_experts, "shared_experts", 0)
         check_type("gate", gate, nn.Module, None); check_type("exchange", exchange, Callable, None)
         if gate is not None and renormalize is not None: raise ValueError(f"renormalize={renormalize} belongs to the gate that was given: set it there")
         for name, v in (("d_model", d_model), ("num_experts", num_experts)):

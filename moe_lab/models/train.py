@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..core.backend import find_device
-from ..core.files import open_tensors, parse_json, read_text, short, whole
+from ..core.arguments import short, whole
+from ..core.files import open_tensors, parse_json, read_text
 from .corpus import Corpus, Windows, in_order, load_corpus
 from .gpt import GPT, GPTConfig, every, num_params
 

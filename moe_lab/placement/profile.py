@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ..cluster.groups import Grid, grid
 from ..cluster.launch import Pool, rank_device
 from ..comm.parallel import compute, round_trip
-from ..core.files import read_json, short
+from ..core.arguments import short
+from ..core.files import read_json
 from ..core.types import Cluster, Device, Level, Placement, Routing
 from ..experts.layer import Experts
 from .cost import Cost, step_seconds

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.arguments import check_choice, check_count, check_type
+from ..core.arguments import check_choice, check_type, whole
 from ..core.types import Dispatch, Routing
 from .gate import renormalize
 
@@ -44,7 +44,7 @@ def capacity(num_tokens: int, # T, real tokens of this rank
             ) -> int: # C
     "Rows an expert may take. Local rule: T is what one rank holds, and C is what each rank may send to each expert."
     for name, v, least in (("num_tokens", num_tokens, 0), ("num_experts", num_experts, 1), ("top_k", top_k, 1), ("multiple", multiple, 1)):
-        check_count(name, v, least)
+        whole(v, name, least)
     check_type("factor", factor, float); check_choice("rule", rule, rules)
     if not math.isfinite(factor): raise ValueError(f"factor must be finite, got {factor}")
     if factor <= 0 and need is None: raise ValueError(f"factor={factor} adapts to the routing: need must be given")

@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_count, check_type
+from ..core.arguments import check_type, whole
 from ..core.types import Dispatch, Routing
 from .gate import LinearRouter, _check, _check_input, softmax, topk
 
@@ -24,7 +24,7 @@ def expert_choice(scores: Tensor, # (T,E)
     "Each expert takes its best tokens, best first (ties: lowest token). As wide as the busiest token has experts: one host sync."
     T, E = scores.shape
     real = T if mask is None else int(mask.sum())
-    check_count("capacity", capacity, 0)
+    whole(capacity, "capacity", 0)
     C = min(capacity, real)
     keys = scores.detach() if mask is None else scores.detach().masked_fill(~mask[:, None], -math.inf)
     token = topk(keys.t(), C)[1] if C else keys.new_empty(E, 0, dtype=torch.int64)         # (E,C)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.arguments import check_choice, check_count, check_type
+from ..core.arguments import check_choice, check_type, whole
 from ..core.backend import operator, triton_body
 from ..core.types import Routing
 
@@ -214,7 +214,7 @@ class CosineRouter(nn.Module):
     "logits = cosine(Wx, M_e) / tau (Tutel, arXiv 2206.03382, equation 2)."
     def __init__(self, d_model: int, num_experts: int, d_proj: int = 256, tau: float = .5):
         super().__init__()
-        for name, v in (("d_model", d_model), ("num_experts", num_experts), ("d_proj", d_proj)): check_count(name, v)
+        for name, v in (("d_model", d_model), ("num_experts", num_experts), ("d_proj", d_proj)): whole(v, name)
         check_type("tau", tau, float)
         if not tau >= .01: raise ValueError(f"tau must be >= 0.01, got {tau}")
         self.proj = nn.Parameter(torch.empty(d_proj, d_model).normal_(std=d_model ** -.5))
@@ -236,7 +236,7 @@ class NoisyRouting(Routing):
 
 # %% ../../nbs/routing/01_gate.ipynb #8f36db83
 def _check(d_model, num_experts, top_k):
-    for name, v in (("d_model", d_model), ("num_experts", num_experts)): check_count(name, v)
+    for name, v in (("d_model", d_model), ("num_experts", num_experts)): whole(v, name)
     check_type("top_k", top_k, int)
     if not 1 <= top_k <= num_experts: raise ValueError(f"top_k must be in [1, num_experts={num_experts}], got {top_k}")
 

@@ -12,7 +12,7 @@ from math import ceil, log2, prod
 
 import numpy as np
 
-from ..core.files import number, short, whole
+from ..core.arguments import number, short, whole
 from ..core.types import Cluster, Traffic
 from .events import Op, port_of
 

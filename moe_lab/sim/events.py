@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.files import number
+from ..core.arguments import number
 from ..core.types import Cluster
 
 # %% ../../nbs/sim/01_events.ipynb #751f6ec5

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from ..core.files import number, short, whole
+from ..core.arguments import number, short, whole
 from ..core.types import Cluster, Device
 from .collectives import ALGORITHMS, all_gather_phases, all_reduce_phases, alltoall_phases, group_sizes, ops
 from .events import Op, Timeline, simulate

@@ -8,7 +8,8 @@ __all__ = ['from_hf', 'bare_layer', 'score_flops', 'train_flops', 'active_expert
 # %% ../../nbs/sim/03_workload.ipynb #cd84b3f0
 from pathlib import Path
 
-from ..core.files import read_json, short, whole
+from ..core.arguments import short, whole
+from ..core.files import read_json
 from ..models.zoo import Attention, LatentAttention, Layer, Model, WindowAttention
 
 # %% ../../nbs/sim/03_workload.ipynb #88cd657b
