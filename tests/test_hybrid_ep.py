@@ -236,6 +236,31 @@ def test_uneven_experts_are_refused(ranks):
     with pytest.raises(RankError, match="experts must divide evenly over the 2 ranks, got 5"): ranks.run(_uneven, n=2)
 
 
+def _a_copy_computes_the_same(ratio):
+    import copy
+    from moe_lab.hybrid_ep.training import Way, build
+    from moe_lab.models.gpt import GPTConfig
+    model, *_ = build(GPTConfig(20, 8, 2, 2, 8, experts=4, top_k=1), Way((2, 1), (2, 1), ratio), torch.float64)
+    ids = torch.arange(6).view(2, 3)
+    twin = copy.deepcopy(model)
+    return torch.equal(model(ids)[0], twin(ids)[0])
+
+
+@pytest.mark.parametrize("ratio", [None, 50.])
+def test_a_copied_model_sends_its_own_experts(ranks, ratio): assert all(ranks.run(_a_copy_computes_the_same, ratio, n=2))
+
+
+def _uneven_model():
+    from moe_lab.hybrid_ep.training import Way, build
+    from moe_lab.models.gpt import GPTConfig
+    build(GPTConfig(20, 8, 2, 2, 8, experts=5, top_k=1), Way((2, 1), (2, 1)), torch.float64)
+
+
+def test_uneven_experts_are_refused_before_anything_is_sent(ranks):
+    from moe_lab.cluster.launch import RankError
+    with pytest.raises(RankError, match="experts must divide evenly over the 2 ranks, got 5"): ranks.run(_uneven_model, n=2)
+
+
 # ---- the planner across data centres
 SMALL = dict(hidden_size=512, vocab_size=1000, num_attention_heads=8, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2, intermediate_size=512)
 

@@ -180,13 +180,16 @@ class HybridParallel(ExpertParallel):
         peers = Grid(("domain",), (dist.get_world_size(mine),), mine, (mine,), mine)
         for name, v in (("comm", comm), ("peers", peers)): object.__setattr__(self, name, v)
 
+    def experts(self, d_model, d_hidden, num_experts, activation="swiglu", bias=False) -> Experts:
+        if num_experts % self.grid.size: raise ValueError(f"experts must divide evenly over the {self.grid.size} ranks, got {num_experts}")
+        return super().experts(d_model, d_hidden, num_experts, activation, bias)
+
     def send(self, experts: Experts):
         "Queue a layer's experts with their place in the graph."
         p = self.comm.send(experts)
         p.token = _Send.apply(p, *p.weights)
 
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, None]:
-        if r.num_experts % self.grid.size: raise ValueError(f"experts must divide evenly over the {self.grid.size} ranks, got {r.num_experts}")
         if not self.comm.queue: self.send(experts)
         p = self.comm.take(experts)
         names = [n for n, _ in experts.named_parameters()]
@@ -201,9 +204,10 @@ class HybridParallel(ExpertParallel):
 
 def migrate(model: nn.Module) -> nn.Module:
     "Let every forward of `model` begin with sending the experts of all its `HybridParallel` layers, in order."
-    layers = [m for m in model.modules() if isinstance(m, MoE) and isinstance(m.exchange, HybridParallel)]
-    if not layers: raise ValueError("model must have a MoE layer whose exchange is HybridParallel, got none")
-    def start(*_):
+    migrating = lambda model: [m for m in model.modules() if isinstance(m, MoE) and isinstance(m.exchange, HybridParallel)]
+    if not migrating(model): raise ValueError("model must have a MoE layer whose exchange is HybridParallel, got none")
+    def start(model, *_):                                        # the model that is called: a copy sends its own experts
+        layers = migrating(model)
         comm = layers[0].exchange.comm
         comm.clear()
         for m in layers: m.exchange.send(m.experts)
