@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from strategies import BODIES, CHECKS, DEV, KERNELS, Problem, problems
 
 SMALL = dict(tokens=10, width=24, experts=4, blocks=(16,))        # the interpreter runs a program a millisecond
-LONG = {"grouped", "products", "blocksparse", "layer", "compress", "generate"}     # many programs an example: there 10 in the normal run
+LONG = {"grouped", "blocksparse", "generate"}     # a second an example and more: in the normal run 10 under the interpreter
 slow = pytest.mark.slow
 RUNS = [pytest.param(name, body, n, marks=[slow] * (n > (10 if body == "triton" and name in LONG else 50))) for body in BODIES for name in CHECKS
         if body == "torch" or name in KERNELS for n in ((10, 50, 2000) if body == "triton" and name in LONG else (50, 2000))]
