@@ -6,7 +6,7 @@
     python .ci/nb.py check nbs/core/01_types.ipynb ...   # run again and say where the stored outputs differ
     python .ci/nb.py readme                              # README.md from nbs/index.ipynb
 """
-import ast, base64, copy, json, math, os, re, subprocess, sys, tempfile
+import ast, base64, copy, json, math, os, re, subprocess, symtable, sys, tempfile
 from pathlib import Path
 
 import nbformat
@@ -76,6 +76,7 @@ def run(*paths):
     subprocess.run(["nbdev_export"], check=True, cwd=ROOT)
     for p in paths:
         for name in unasserted(read(p)): print(f"{p}: no assertion rests on {name}")
+        for name in shadowed(read(p)): print(f"{p}: a cell outside the module assigns its {name}")
         for text in unfit(read(p)): print(f"{p}: stores {text}")
 
 
@@ -124,6 +125,22 @@ def stale(stored, fresh):
     return out
 
 
+def code_cells(book):
+    "(is it exported, its code without magics) of each code cell."
+    for c in book.cells:
+        if c.cell_type == "code": yield bool(re.search(r"^#\|\s*exports?\b", c.source, re.M)), re.sub(r"^\s*[%!].*$", "", c.source, flags=re.M)
+
+
+def shadowed(book):
+    "Names of the module that a cell outside it assigns: from there on the exported functions see another thing than users do."
+    module, rest = set(), set()
+    for exported, code in code_cells(book):
+        names = symtable.symtable(code, "cell", "exec").get_symbols()
+        if exported: module |= {s.get_name() for s in names if s.is_assigned() or s.is_imported()}
+        else: rest |= {s.get_name() for s in names if s.is_assigned() and not s.is_imported()}
+    return sorted(module & rest - {"_"})
+
+
 def asserted(book):
     """The names that some assertion of a notebook rests on: named in it, or used to make what it names.
 
@@ -143,10 +160,8 @@ def asserted(book):
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         return called.startswith(("test_", "assert_")) or called == "gradcheck"
     exported, rest = [], []
-    for c in book.cells:
-        if c.cell_type != "code": continue
-        kind = exported if re.search(r"^#\|\s*exports?\b", c.source, re.M) else rest
-        kind += ast.parse(re.sub(r"^\s*[%!].*$", "", c.source, flags=re.M)).body
+    for of_module, code in code_cells(book):
+        (exported if of_module else rest).extend(ast.parse(code).body)
     made = set().union(*(binds(s) for s in exported if isinstance(s, (ast.ClassDef, ast.Assign, ast.AnnAssign))))
     for statement in exported * 4:      # several times: a function may use what is defined after it
         for n in binds(statement): comes_from[n] = comes_from.get(n, set()) | names(statement) & made

@@ -45,6 +45,16 @@ def test_asserted_follows_values():
 
 
 @every
+def test_cells_leave_the_names_of_the_module_alone(path): assert nb.shadowed(nb.read(path)) == []
+
+
+def test_shadowed_sees_loops_and_functions_but_not_imports():
+    import nbformat.v4 as v
+    cells = "#| export\nimport os\nfrom m import f, g, h, k", "import os\nfor f in [1]: pass", "def g(): k = 1\n[h for h in [1]]"
+    assert nb.shadowed(v.new_notebook(cells=[v.new_code_cell(s) for s in cells])) == ["f", "g"]
+
+
+@every
 def test_stores_nothing_of_this_machine(path): assert nb.unfit(nb.read(path)) == []
 
 
