@@ -1,7 +1,7 @@
 """HybridEP: compression and its kernels, migration on real ranks, faults, the planner's data centres."""
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_lab.core.backend import use
 from moe_lab.hybrid_ep.compress import AdamW, Residual, SRAdamW, decode, encode, shared_expert, step_and_select
@@ -29,6 +29,53 @@ def test_a_broken_expert_stays_visible():
     assert encode(w, torch.zeros(8), 1).index.tolist() == [[5]]
     value, index, count = step_and_select(w, torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(8), torch.ones(1), 2, AdamW(.1, (.9, .99), 1e-8, 0., 1))
     assert count.tolist() == [1] and index[0, 0] == 5 and value[0, 0].isnan()
+
+
+@pytest.mark.parametrize("k", [0, 2, 8])
+def test_a_broken_mean_breaks_every_copy(k):
+    w, s = torch.randn(3, 8), torch.zeros(8); s[2] = torch.nan
+    full = decode(encode(w, s, k), s)
+    assert full[:, 2].isnan().all() and not full[:, [i for i in range(8) if i != 2]].isnan().any()
+
+
+@pytest.mark.parametrize("bad", [torch.int64, "shape", "dtype", "k", "index"])
+def test_experts_that_are_none_are_refused(bad):
+    import numpy as np
+    w, s, k = torch.randn(3, 8), torch.zeros(8), 2
+    if bad == torch.int64: w, s = w.long(), s.long()
+    if bad == "shape": s = s[:7]
+    if bad == "dtype": s = s.double()
+    if bad == "k": k = np.int64(2)
+    with pytest.raises((TypeError, ValueError), match={torch.int64: "w must be floating", "k": "k must be an int", "index": "index must be int32"}.get(bad, "shared must")):
+        r = encode(w, s, k)
+        Residual(r.value, r.index.long(), r.shape)
+
+
+@pytest.mark.parametrize("name, wrong", [("g", lambda t: t[:, :7]), ("m", lambda t: t.double()), ("v", lambda t: t.t().contiguous().t()), ("w", lambda t: t.t().contiguous().t()), ("g", lambda t: t.to_sparse())])
+def test_a_step_names_what_it_cannot_update_and_updates_nothing(name, wrong):
+    a = {n: torch.rand(3, 8) for n in "wgmv"}
+    a[name] = wrong(a[name])
+    before = {n: t.clone() for n, t in a.items()}
+    with pytest.raises(ValueError, match=f"^{name} must"): step_and_select(*a.values(), torch.zeros(8), torch.ones(3), 2, AdamW(.1, (.9, .99), 1e-8, 0., 1))
+    assert all(torch.equal(t.to_dense(), before[n].to_dense()) for n, t in a.items())
+
+
+def test_a_rank_without_experts_steps():
+    p = torch.nn.Parameter(torch.randn(0, 8)); p.grad = torch.zeros(0, 8)
+    opt = SRAdamW({p: torch.zeros(8)}, ratio=4)
+    for _ in range(2): opt.step()
+    assert opt.residual[p].value.shape == (0, 1) and decode(opt.residual[p], opt.shared[p]).shape == (0, 8)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([("normal", 1e-3), ("normal", 1e-5), ("heavy", 1e-3), ("light", 1e-5)]), st.floats(.6, 300), st.integers(0, 10**6))
+def test_the_threshold_follows_its_count(case, ratio, seed): # one step moves an entry by less than the tail is wide
+    (tail, lr), g = case, torch.Generator().manual_seed(seed)
+    w = torch.randn(2, 8192, generator=g)
+    p = torch.nn.Parameter(dict(normal=w, heavy=w ** 3, light=w.tanh())[tail].clone())
+    opt = SRAdamW({p: torch.zeros(8192)}, ratio, lr=lr)
+    for _ in range(10): p.grad = torch.randn(2, 8192, generator=g); opt.step()
+    assert opt.exact <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

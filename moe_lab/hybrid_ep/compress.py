@@ -7,11 +7,13 @@ __all__ = ['Residual', 'shared_expert', 'encode', 'decode', 'entries_for_ratio',
            'step_and_select', 'SRAdamW']
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #e62dba2a
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..core.arguments import check_type, number, short, whole
 from ..core.backend import triton_body
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #00dde0fb
@@ -22,13 +24,26 @@ class Residual:
     index: Tensor
     shape: tuple
 
+    def __post_init__(self):
+        if self.value.ndim != 2 or self.index.shape != self.value.shape: raise ValueError(f"value and index must both be (E, k), got {tuple(self.value.shape)} and {tuple(self.index.shape)}")
+        if self.index.dtype != torch.int32: raise TypeError(f"index must be int32, got {self.index.dtype}")
+
     @property
     def nbytes(self): return self.value.nbytes + self.index.nbytes
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #7bec450b
+def _check(w, shared):
+    "Floating experts (E, ...) and what is shared of them (...)."
+    if not w.is_floating_point(): raise TypeError(f"w must be floating point, got {w.dtype}")
+    if w.shape[1:] != shared.shape: raise ValueError(f"shared must have an expert's shape {tuple(w.shape[1:])}, got {tuple(shared.shape)}")
+    if (w.dtype, w.device) != (shared.dtype, shared.device): raise ValueError(f"shared must be {w.dtype} on {w.device} as the experts are, got {shared.dtype} on {shared.device}")
+
+
 def shared_expert(w: Tensor, # (E, ...) all experts of a layer
                  ) -> Tensor: # (...)
     "The mean of all experts, summed in at least float32."
+    if not w.is_floating_point(): raise TypeError(f"w must be floating point, got {w.dtype}")
+    if not len(w): raise ValueError(f"w must hold an expert, got shape {tuple(w.shape)}")
     return w.to(torch.promote_types(w.dtype, torch.float32)).mean(0).to(w.dtype)
 
 
@@ -37,9 +52,9 @@ def encode(w: Tensor, # (E, ...) experts
            k: int, # entries of each expert that travel
           ) -> Residual:
     "SREncode: the k largest differences of each expert from the shared one."
+    _check(w, shared)
     E, n = w.shape[0], shared.numel()
-    if w.shape[1:] != shared.shape: raise ValueError(f"shared must have an expert's shape {tuple(w.shape[1:])}, got {tuple(shared.shape)}")
-    if not 0 <= k <= n: raise ValueError(f"k must be in [0, {n}], got {k}")
+    whole(k, "k", 0, n)
     if n >= 2**31: raise ValueError(f"an expert must have fewer than 2^31 entries for int32 indices, got {n}")
     r = (w - shared).reshape(E, n)
     if 0 < k < n:
@@ -65,13 +80,15 @@ def entries_for_ratio(n: int, # entries of an expert
                       ratio: float, # bytes of the full expert / bytes sent
                       value_bytes: int = 2, index_bytes: int = 4) -> int:
     "k that makes value and index together `ratio` times smaller than the expert."
+    whole(n, "n", 0, 2**62); whole(value_bytes, "value_bytes"); whole(index_bytes, "index_bytes")
+    check_type("ratio", ratio, float)
     if not ratio > 0: raise ValueError(f"ratio must be > 0, got {ratio}")
     return int(min(n, n * value_bytes / (ratio * (value_bytes + index_bytes))))
 
 def places(w: Tensor, # (E, ...) experts
            ratio: float) -> int: # k, at least 1
     "Entries of each expert that travel in every step: what sends and what steps must agree on it."
-    return max(1, entries_for_ratio(w[0].numel(), ratio, w.element_size()))
+    return max(1, entries_for_ratio(math.prod(w.shape[1:]), ratio, w.element_size()))
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #fd9ad170
 def output_error(w: Tensor, # (E, N, K) one matrix an expert
@@ -90,9 +107,12 @@ def sr_product(x: Tensor, # (R, K) rows in expert order
               ) -> Tensor: # (R, N)
     "Rows times their experts, from shared expert and residuals; differentiable in x and shared."
     N, K = r.shape
-    if len(offsets) != len(r.index) + 1 or offsets[-1] != len(x): raise ValueError(f"offsets must have {len(r.index) + 1} entries and end at the {len(x)} rows, got {tuple(offsets.shape)} that end at {int(offsets[-1])}")
-    parts = []
-    for e, (lo, hi) in enumerate(zip(offsets.tolist()[:-1], offsets.tolist()[1:])):
+    if tuple(shared.shape) != (N, K) or x.shape[1:] != (K,): raise ValueError(f"shared must be {(N, K)} and x (R, {K}), got {tuple(shared.shape)} and {tuple(x.shape)}")
+    at = offsets.tolist()
+    if len(at) != len(r.index) + 1 or at[0] != 0 or at[-1] != len(x) or at != sorted(at):
+        raise ValueError(f"offsets must be {len(r.index) + 1} rising entries from 0 to the {len(x)} rows, got {short(at)}")
+    parts = [x.new_zeros(0, N)]                                                # no expert, no row
+    for e, (lo, hi) in enumerate(zip(at, at[1:])):
         index = r.index[e].long()
         sparse = torch.sparse_coo_tensor(torch.stack([index // K, index % K]), r.value[e], (N, K), is_coalesced=True, check_invariants=False)
         parts.append(torch.sparse.mm(sparse, x[lo:hi].t()).t())
@@ -101,12 +121,18 @@ def sr_product(x: Tensor, # (R, K) rows in expert order
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #11adac7f
 @dataclass(frozen=True)
 class AdamW:
-    "Rate, decays and step (from 1) of one update (Loshchilov and Hutter 2019)."
+    "Rate, decays and step (from 1) of one update (Loshchilov and Hutter 2019); what `torch.optim.AdamW` refuses is refused."
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     step: int
+
+    def __post_init__(self):
+        for name in ("lr", "eps", "weight_decay"): number(getattr(self, name), name)
+        check_type("betas", self.betas, tuple, list)
+        if len(self.betas) != 2 or not all(0 <= number(b, "betas", 0., 1.) < 1 for b in self.betas): raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        whole(self.step, "step", 1, 2**62)
 
     @property
     def corrections(self): return 1 - self.betas[0] ** self.step, (1 - self.betas[1] ** self.step) ** .5
@@ -142,11 +168,19 @@ def step_and_select(w: Tensor, g: Tensor, m: Tensor, v: Tensor, # (E, ...) exper
                     k: int, # places of each expert
                     h: AdamW,
                    ) -> tuple[Tensor, Tensor, Tensor]: # value (E,k), index (E,k), how many reached the threshold (E,): of more than k the first
-    "AdamW's step and what is then far from the shared expert, in one pass."
+    "AdamW's step and what is then far from the shared expert, in one pass. A wrong argument is named before anything is updated."
+    _check(w, shared)
+    for name, t in dict(g=g, m=m, v=v).items():
+        if t.layout != torch.strided or (t.shape, t.dtype, t.device) != (w.shape, w.dtype, w.device):
+            raise ValueError(f"{name} must be dense, {tuple(w.shape)} {w.dtype} on {w.device} as w is, got {t.layout}, {tuple(t.shape)} {t.dtype} on {t.device}")
+    for name, t in dict(w=w, m=m, v=v).items():
+        if not t.is_contiguous(): raise ValueError(f"{name} must be contiguous, for it is updated in place, got strides {t.stride()}")
+    if threshold.shape != (len(w),): raise ValueError(f"threshold must be {(len(w),)}, got {tuple(threshold.shape)}")
+    whole(k, "k", 0)
     if triton_body(w, g, m, v, shared):
         from moe_lab.hybrid_ep.compress_kernels import adamw_select
         return adamw_select(w, g, m, v, shared, threshold, k, h)
-    E, n, chunk, found = len(w), shared.numel(), 1 << 16, []
+    E, n, chunk, found = len(w), shared.numel(), 1 << 16, [(threshold.new_zeros(0, dtype=torch.int64),) * 2 + (w.new_zeros(0),)]
     flat = [t.view(E, n) for t in (w, g.contiguous(), m, v)]
     for e in range(E):
         for lo in range(0, n, chunk):
@@ -162,32 +196,51 @@ class SRAdamW(torch.optim.Optimizer):
     """AdamW on experts that hands out their residuals as it steps (arXiv 2510.19470, section IV: SREncode fused with the optimizer).
 
     `shared`: parameter (E, ...) -> what everybody holds (...); the caller may put another tensor there between steps. `residual`:
-    parameter -> `Residual` of the last step. `exact`: how many encodes needed a top-k.
+    parameter -> `Residual` of the last step. `exact`: how many encodes needed a top-k. A state of `torch.optim.AdamW` can be loaded.
     """
     def __init__(self, shared: dict, ratio: float, lr: float = 1e-3, betas=(.9, .999), eps: float = 1e-8, weight_decay: float = .01):
+        AdamW(lr, betas, eps, weight_decay, 1)                                # says what is wrong with them
+        self.shared, self.ratio, self.residual, self.places, self.exact = shared, ratio, {}, {}, 0
         super().__init__(list(shared), dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay))
-        for p, s in shared.items():
-            if p.shape[1:] != s.shape: raise ValueError(f"shared must have an expert's shape {tuple(p.shape[1:])}, got {tuple(s.shape)}")
-        for name, v in dict(lr=lr, eps=eps, weight_decay=weight_decay).items():
-            if not 0 <= v < float("inf"): raise ValueError(f"{name} must be finite and >= 0, got {v}")
-        self.shared, self.residual, self.exact = shared, {}, 0
-        self.places = {p: places(p, ratio) for p in shared}
+
+    def add_param_group(self, group: dict):
+        "Parameters that `shared` knows already."
+        super().add_param_group(group)
+        for p in self.param_groups[-1]["params"]:
+            if p not in self.shared: raise ValueError(f"shared must hold what everybody has of each parameter, got none for one of {tuple(p.shape)}")
+            _check(p, self.shared[p])
+            if not p.is_contiguous(): raise ValueError(f"parameters must be contiguous, got strides {p.stride()}")
+            self.places[p] = places(p, self.ratio)
+
+    def load_state_dict(self, state_dict: dict):
+        "What residuals there are belong to other weights: the next step makes new ones."
+        for group in state_dict["param_groups"]:
+            if on := [n for n in ("amsgrad", "maximize") if group.get(n)]: raise ValueError(f"state_dict must be of AdamW as it is here, got one with {on[0]}")
+        super().load_state_dict(state_dict)
+        self.residual.clear()
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None): # closure: computes the loss anew, and gradients; its loss is returned
+        loss = None
+        if closure is not None:
+            with torch.enable_grad(): loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None: self.residual[p] = self._step(p, group)
+        return loss
 
     def _step(self, p, group):
         k, shared, s = self.places[p], self.shared[p], self.state[p]
-        if not s: s.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), threshold=p.new_full((len(p),), torch.inf))
-        s["step"] += 1
-        h = AdamW(*(group[n] for n in ("lr", "betas", "eps", "weight_decay")), s["step"])
-        value, index, count = step_and_select(p.data, p.grad, s["exp_avg"], s["exp_avg_sq"], shared, s["threshold"], k, h)
+        if not s: s.update(step=0, **{n: torch.zeros_like(p, memory_format=torch.contiguous_format) for n in ("exp_avg", "exp_avg_sq")})
+        t = s.get("threshold", p.new_full((len(p),), torch.inf)).to(torch.promote_types(p.dtype, torch.float32))
+        h = AdamW(*(group[n] for n in ("lr", "betas", "eps", "weight_decay")), int(s["step"]) + 1)
+        value, index, count = step_and_select(p.data, p.grad, s["exp_avg"], s["exp_avg_sq"], shared, t, k, h)
         if bool(((count <= k) & (2 * count >= k)).all()):
-            s["threshold"] *= (count / (.75 * k)).sqrt().clamp(.9, 1.1)
-            return Residual(value, index, tuple(shared.shape))
-        out, self.exact = encode(p.data, shared, k), self.exact + 1
-        if k < shared.numel(): s["threshold"] = out.value.abs().topk(max(1, 3 * k // 4)).values[:, -1]      # else all travel, always
+            out = Residual(value, index, tuple(shared.shape))
+            hill = (value.abs() / t[:, None]).clamp(min=1).log().sum(1) / count          # free places have value 0 and add nothing
+            t = t * (count / (.75 * k)) ** hill
+        else:
+            out, self.exact = encode(p.data, shared, k), self.exact + 1
+            if k < shared.numel(): t = out.value.abs().to(t.dtype).topk(max(1, 3 * k // 4)).values[:, -1]      # else all travel, always
+        s.update(step=h.step, threshold=t)
         return out
