@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_lab.bench.fused import at_home
 from moe_lab.cluster.launch import NO_MULTICAST, launch
 from moe_lab.comm import fused
 from moe_lab.comm.fused_protocol import Protocol, first_failure, run_schedule, tile_order
@@ -161,6 +162,8 @@ def kernels_over_processes(folder, W):
         for kw in (dict(order=(1, 1)), dict(order=(1, 2), slices=3)):
             y = fused.embedding_send(table, index, buf, programs=3, samples=4, **kw).clone()
             assert torch.equal(y, fused._embedding_plain(table, index, None)), (turn, kw)
+        y = fused.embedding_send(table, index, at_home(buf), programs=3, samples=4)                       # the benchmark's lookup before NCCL: all of it stays here
+        assert torch.equal(y, torch.stack([w[i].sum(1) for w, i in zip(table, index)], 1)), turn
         for M, phases in ((1, 1), (1, 2), (3, 1), (3, 2)):
             x, w = ints(M, 24), ints(37, 24)
             y = fused.gemv_reduce(x, w, buf, phases, programs=2, BN=8 if M == 1 else 16, BK=16)

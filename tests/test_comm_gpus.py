@@ -50,7 +50,7 @@ def test_checkpoint_from_gpus_opens_anywhere(gpus, ranks, tmp_path):
         assert values == [[e + 1.] for _ in range(4) for e in ids]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "save step 2"])
 def test_killed_rank(gpus, tmp_path, where):
     torch.manual_seed(0); save(tmp_path, 1, Model())
     t = time.monotonic()

@@ -4,6 +4,7 @@ import os, random, signal, subprocess, sys, textwrap, time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -247,6 +248,42 @@ def test_sixty_experts_on_two_ranks(ranks, tmp_path):                           
     assert out[1][0][0] == list(range(30, 60)) and out[1][0][1][:30] == [[e + 1.] for e in range(30, 60)]
 
 
+# (ranks, experts over so many of them, r where ranks share an expert), for two experts
+LAYOUTS = [(1, 1, None), (2, 2, None), (2, 1, None), (3, 3, None), (4, 2, None), (4, 4, None), (8, 2, None), (8, 8, None),
+           (2, 2, 0), (4, 4, 0), (4, 4, 1), (4, 4, 2), (8, 8, 0), (8, 8, 2), (8, 8, 4)]
+
+class Small(One):
+    def forward(self, x): return self.moe(x)[0].pow(2).mean()
+
+def after_a_step(seed, ep, r):
+    "A model in this layout and its optimizer, after a step on the same 24 tokens whatever the layout."
+    W = dist.get_world_size()
+    torch.manual_seed(seed); m = Small(2, ExpertParallel(grid(ep=ep)) if r is None else Switchable(grid(), r)).to(f64)
+    opt = torch.optim.AdamW(m.parameters(), lr=.01)
+    torch.manual_seed(seed + 1); m(torch.randn(24, 4, dtype=f64).view(W, -1, 4)[dist.get_rank()]).backward()
+    reduce_gradients(m); opt.step()
+    return m, opt
+
+def write_layout(root, n, ep, r): save(root, n, *after_a_step(0, ep, r))
+def read_layouts(root, files, ep, r):
+    "A model with other numbers loads each file, learns from its own gradients, and says what it then gives."
+    (m, opt), x, out = after_a_step(7, ep, r), torch.randn(24, 4, dtype=f64, generator=torch.Generator().manual_seed(5)), []
+    for n in files:
+        load(root, m, opt, step=n)
+        opt.step()
+        with torch.no_grad(): out.append(m(x).item())
+    return out
+
+@pytest.mark.slow
+def test_every_layout_opens_what_every_other_wrote(ranks8, tmp_path):
+    for n, (W, ep, r) in enumerate(LAYOUTS): ranks8.run(write_layout, tmp_path, n, ep, r, n=W)
+    want = None
+    for W, ep, r in LAYOUTS:
+        for got in ranks8.run(read_layouts, tmp_path, range(len(LAYOUTS)), ep, r, n=W):
+            want = want or got[0]
+            assert got == pytest.approx([want] * len(LAYOUTS), rel=1e-12), (W, ep, r)
+
+
 def test_fsdp_checkpoint_opens_without_it(ranks, tmp_path):
     def write(root):
         torch.manual_seed(3); m = Model(ExpertParallel(grid(ep=2)))
@@ -283,22 +320,23 @@ def test_missing_and_extra_tensors_are_named(tmp_path):                         
 # Faults -------------------------------------------------------------------------------------------------------------
 
 def step_with_a_death(where, root):
-    "One training step in which rank 1 is killed in the forward or backward pass, inside the expert computation."
+    "One training step in which rank 1 is killed: in the expert computation of the forward or backward pass, or as it writes its part of a checkpoint."
     m = Model(ExpertParallel(grid())).to(rank_device())
     load(root, m)
     die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
         if where == "forward": m.b.experts.register_forward_pre_hook(die)
-        else: m.b.experts.up.register_hook(die)
+        elif where == "backward": m.b.experts.up.register_hook(die)
+        else: dcp.FileSystemWriter.write_data = die              # of this process, which ends by it
     step("forward"); loss = m(torch.ones(4, 6, device=rank_device()))
     step("backward"); loss.backward()
-    step("save"); save(root, 2, m)
+    save(root, 2, m)                                            # notes its step itself
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "save step 2"])
 def test_killed_rank(ranks, tmp_path, where):
     torch.manual_seed(0); m = Model(); save(tmp_path, 1, m)
     t = time.monotonic()
-    with pytest.raises(RankError) as e: ranks.run(step_with_a_death, where, tmp_path, n=3, timeout=10)
+    with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL") as e: ranks.run(step_with_a_death, where, tmp_path, n=3, timeout=10)
     assert time.monotonic() - t < 25 and e.value.rank == 1 and e.value.step == where
     assert set(e.value.failures) | set(e.value.running) == {0, 1, 2}
     assert steps(tmp_path) == [1] and load(tmp_path, Model()) == {}
