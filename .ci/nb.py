@@ -12,6 +12,9 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / ".ci"))
+import warm
+
 # A cell with one of these directives is not run: its stored output stays.
 KEEPS = re.compile(r"^#\|\s*(eval:\s*false|slow|gpu2?)\s*$", re.M)
 
@@ -21,15 +24,19 @@ def read(path): return nbformat.read(path, as_version=4)
 
 def execute(nb, cwd, timeout=600):
     "A copy of `nb` with fresh outputs; cells that `KEEPS` matches are left as they are."
+    from jupyter_client.provisioning import local_provisioner
     from nbclient import NotebookClient
+    local_provisioner.launch_kernel = warm.start
     run = copy.deepcopy(nb)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}     # a notebook chooses by itself
     code = [c for c in run.cells if c.cell_type == "code"]
     for c in code:
         if KEEPS.search(c.source) or "nbdev_export()" in c.source: c.metadata["tags"] = ["skip-execution"]
     kept = {c.id: c.outputs for c in code if "tags" in c.metadata}
-    NotebookClient(run, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(cwd)}},
-                   skip_cells_with_tag="skip-execution", store_widget_state=False).execute(env=env)
+    client = NotebookClient(run, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(cwd)}},
+                            skip_cells_with_tag="skip-execution", store_widget_state=False)
+    client.on_notebook_start = lambda notebook: client.kc.hb_channel.stop()     # nobody listens to the heart, and its channel takes a second to leave a kernel that has ended
+    client.execute(env=env)
     run.metadata.pop("widgets", None)   # ids are random, and a page has no kernel: what it shows are frames
     for c in code:
         c.metadata.pop("tags", None)

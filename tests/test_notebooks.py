@@ -24,6 +24,18 @@ def test_runs_and_is_fresh(path):
     assert not stale, "run `python .ci/nb.py run` on it:\n" + "\n".join(stale)
 
 
+def test_a_kernel_begins_and_ends_clean(tmp_path):
+    "Kernels are forks of one process: nothing of ours is loaded in it, they leave nothing behind, and a dead one is noticed."
+    import nbformat.v4 as v
+    from nbclient.exceptions import DeadKernelError
+    cell = "import os, sys, tempfile\nkept = tempfile.TemporaryDirectory()\nprint(kept.name, os.getcwd(), os.environ.get('TRITON_INTERPRET'), *[m for m in ('moe_lab', 'triton', 'pytest') if m in sys.modules])"
+    books = [nb.execute(v.new_notebook(cells=[v.new_code_cell(cell)]), tmp_path) for _ in range(2)]
+    for book in books:
+        folder, *rest = book.cells[0].outputs[0].text[:-1].split(" ")
+        assert rest == [str(tmp_path), "None"] and not Path(folder).exists()
+    with pytest.raises(DeadKernelError): nb.execute(v.new_notebook(cells=[v.new_code_cell("import os; os._exit(1)")]), tmp_path)
+
+
 def test_freshness_sees_a_difference():
     assert nb.same("loss 0.1234 of 10", "loss 0.1235 of 10")        # the last digit may differ
     assert not nb.same("loss 0.1234 of 10", "loss 0.1254 of 10")

@@ -1,4 +1,5 @@
 """What happens before the first line of Python runs: the Makefile, `.ci/install`, the workflows."""
+import json
 import os
 import re
 import shutil
@@ -95,15 +96,62 @@ def test_workflows_say_what_exists(path):
         assert used <= {s.get("id") for s in job["steps"]}
 
 
-def test_docs_go_through_quarto_where_there_is_one(tmp_path):
-    "With a stand-in that writes a page for each notebook it is given: it gets processed notebooks and the one configuration, and its pages become the site."
+# What Quarto's schema lets stand there (quarto-cli, src/resources/schema/project.yml and definitions.yml: both objects are closed), as far as we use it.
+QUARTO = {"": {"project", "website", "format", "execute"}, "project": {"type", "output-dir", "render", "pre-render"},
+          "website": {"title", "description", "site-url", "repo-url", "repo-branch", "favicon", "page-navigation", "back-to-top-navigation", "search", "sidebar"},
+          "sidebar": {"style", "contents"}, "html": {"theme", "css", "toc", "toc-depth", "html-math-method"}, "front matter": {"title", "description", "output-file"}}
+
+
+@pytest.fixture(scope="module")
+def quarto(tmp_path_factory):
+    "A checkout after `make docs` with a stand-in for Quarto that writes a page for each notebook it is given, and what was printed."
+    top = tmp_path_factory.mktemp("quarto")
     skip = shutil.ignore_patterns("__pycache__", "*.pct.py", ".ipynb_checkpoints")
-    for d in ("nbs/core", "moe_lab", ".ci"): shutil.copytree(ROOT / d, tmp_path / d, ignore=skip)
-    for f in ("settings.ini", "pyproject.toml", "_quarto.yml", *(f"nbs/{p.name}" for p in (ROOT / "nbs").iterdir() if p.is_file() and p.suffix != ".ipynb")): shutil.copy(ROOT / f, tmp_path / f)
-    script(tmp_path / "bin/quarto", 'echo "$*" > called\nmkdir -p _docs/site_libs\nfor f in */*.ipynb; do mkdir -p "_docs/${f%/*}"; (echo "<html><body><pre>"; cat "$f"; echo "</pre></body></html>") > "_docs/${f%.ipynb}.html"; done\n')
-    done = subprocess.run([sys.executable, ".ci/site.py"], cwd=tmp_path, env=os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}, capture_output=True, text=True)
+    for d in ("nbs/core", "moe_lab", ".ci"): shutil.copytree(ROOT / d, top / d, ignore=skip)
+    for f in ("settings.ini", "pyproject.toml", "_quarto.yml", "nbs/index.ipynb", *(f"nbs/{p.name}" for p in (ROOT / "nbs").iterdir() if p.is_file() and p.suffix != ".ipynb")): shutil.copy(ROOT / f, top / f)
+    script(top / "bin/quarto", 'echo "$*" > called\nmkdir -p _docs/site_libs\nfor f in */*.ipynb; do mkdir -p "_docs/${f%/*}"; (echo "<html><body><pre>"; cat "$f"; echo "</pre></body></html>") > "_docs/${f%.ipynb}.html"; done\n')
+    done = subprocess.run([sys.executable, ".ci/site.py"], cwd=top, env=os.environ | {"PATH": f"{top / 'bin'}:{os.environ['PATH']}"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "_proc/called").read_text() == "render --no-cache\n" and "metadata-files" in (tmp_path / "_proc/_quarto.yml").read_text()
-    pages = sorted((tmp_path / "_docs/core").glob("*.html"))
-    assert len(pages) == len(list((ROOT / "nbs/core").glob("*.ipynb"))) and f"{len(pages)} pages in _docs/" in done.stdout
+    return top, done.stdout
+
+
+def test_docs_go_through_quarto_where_there_is_one(quarto):
+    "It gets processed notebooks, and its pages become the site."
+    top, said = quarto
+    assert (top / "_proc/called").read_text() == "render --no-cache\n"
+    pages = sorted((top / "_docs/core").glob("*.html"))
+    assert len(pages) == len(list((ROOT / "nbs/core").glob("*.ipynb"))) and f"{len(pages)} pages in _docs/" in said
     assert not any("#| export" in p.read_text() for p in pages)
+
+
+def test_quarto_gets_what_its_schema_allows(quarto):
+    "One configuration for both renderers: with the keys that Quarto knows, and files that are there."
+    proc = quarto[0] / "_proc"
+    own = yaml.safe_load((proc / "_quarto.yml").read_text())
+    assert own == {"metadata-files": ["../_quarto.yml", "nbdev.yml", "sidebar.yml"]}         # Quarto merges them in this order
+    parts = [yaml.safe_load((proc / f).read_text()) for f in own["metadata-files"]]
+    for part in parts:
+        website, html = part.get("website", {}), part.get("format", {}).get("html", {})
+        for where, found in (("", part), ("project", part.get("project", {})), ("website", website), ("sidebar", website.get("sidebar", {})), ("html", html)):
+            assert found.keys() <= QUARTO[where], (where, sorted(found.keys() - QUARTO[where]))
+        for f in [website.get("favicon"), html.get("css")]: assert f is None or (proc / f).is_file(), f
+    assert parts[0]["project"]["type"] == "website" and parts[0]["execute"] == {"enabled": False} and parts[0]["format"]["html"]["html-math-method"] == "mathml"
+    def listed(contents): return [f for c in contents for f in (listed(c["contents"]) if isinstance(c, dict) else [c])]
+    pages = listed(parts[2]["website"]["sidebar"]["contents"])
+    assert sorted(pages) == sorted(p.relative_to(proc).as_posix() for p in proc.rglob("*.ipynb"))
+
+
+def test_quarto_can_read_the_notebooks(quarto):
+    "Front matter of known keys in a raw cell of its own; a figure is an HTML output of one piece, with the library from a tag that every renderer keeps."
+    names = []
+    for p in (quarto[0] / "_proc").rglob("*.ipynb"):
+        first, *rest = json.loads(p.read_text())["cells"]
+        front = yaml.safe_load("".join(first["source"]).strip().strip("-"))
+        assert first["cell_type"] == "raw" and {"title", "output-file"} <= front.keys() <= QUARTO["front matter"], p
+        assert not re.search(r"[\\/]", front["output-file"]) and not any(c["cell_type"] == "raw" for c in rest)
+        names.append((p.parent / front["output-file"]).as_posix())
+    assert len(set(names)) == len(names)
+    book = json.loads((ROOT / "nbs/viz/01_render.ipynb").read_text())
+    drawn = ["".join(o["data"]["text/html"]) for c in book["cells"] for o in c.get("outputs", []) if "text/html" in o.get("data", {})]
+    figures = [h for h in drawn if "plotly-graph-div" in h]
+    assert figures and all(h.count("https://cdn.plot.ly/") == 1 and 'role="figure" aria-label="' in h for h in figures)
