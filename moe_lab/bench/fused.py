@@ -106,7 +106,7 @@ def _gemm_case(M, K, N, buf):
     def pair(): product(); send(); return out
     return x, w, product, send, pair, lambda k: (x.copy_(data[k][0]), w.copy_(data[k][1]))
 
-
+# %% ../../nbs/bench/06_fused.ipynb #ac4dc453
 def bench_gemm(buf, deadline, shapes=GEMM_SHAPES + FEW_SHAPES, quick=False):
     "GEMM + all-to-all: M rows on each rank, split evenly over the ranks."
     for M, K, N in shapes:

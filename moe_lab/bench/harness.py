@@ -164,6 +164,7 @@ def load(path: str | Path) -> dict: # machine, limits, rows
     if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows): raise ValueError(f"{path} is no result: rows must be a list of mappings, got {short(rows)}")
     return data
 
+# %% ../../nbs/bench/00_harness.ipynb #95a237be
 class Report:
     """Rows of one benchmark, in `<out>/<name>.<kind>.json`. Use: `for case in cases: if not report.done(case): report.add(case, ...)`.
 

@@ -70,6 +70,7 @@ def _mlp(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, rows: Tensor, fill
     y_RD = dsd_body(activate(pre, activation, F // block), down.mT, narrow, F // block)
     return _decode(y_RD, weight, rows, filled, None)[0], pre, y_RD
 
+# %% ../../nbs/experts/02c_blocksparse.ipynb #cb40466e
 @torch.library.custom_op("moe_lab::blocksparse_backward", mutates_args=())
 def _mlp_backward(dy: Tensor, x: Tensor, weight: Tensor, up: Tensor, down: Tensor, rows: Tensor, filled: Tensor, wide: list[Tensor],
                   narrow: list[Tensor], pre: Tensor, y_RD: Tensor, activation: str, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,6 +91,7 @@ def _(x, weight, up, down, rows, filled, wide, narrow, activation, block):
 @_mlp_backward.register_fake
 def _(dy, x, weight, up, down, rows, filled, wide, narrow, pre, y_RD, activation, block): return tuple(map(torch.empty_like, (x, weight, up, down)))
 
+# %% ../../nbs/experts/02c_blocksparse.ipynb #0bc62c23
 def _mlp_context(ctx, inputs, output):
     *tensors, wide, narrow, ctx.activation, ctx.block = inputs
     ctx.wide = len(wide)

@@ -106,6 +106,7 @@ def _ranks(logits_ptr, keys, E: tl.constexpr, EP: tl.constexpr):
         rank += tl.sum(((other > keys) | ((other == keys) & (o[:, None] < e[None, :]))).to(tl.int32), 0)
     return rank
 
+# %% ../../nbs/experts/03h_decode_kernels.ipynb #38575679
 @triton.jit
 def _choose(logits_ptr, probs_ptr, expert_ptr, weight_ptr, active_ptr, table_ptr, T, scale, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
             RENORM: tl.constexpr, TP: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr):
@@ -143,6 +144,7 @@ def _choose(logits_ptr, probs_ptr, expert_ptr, weight_ptr, active_ptr, table_ptr
     rest = tl.sum(chosen.to(tl.int32), 0)[None, :] + t[:, None]    # behind the last token
     tl.store(table_ptr + slot[None, :] * T + rest, -1, mask=(used > 0)[None, :] & (rest < T))
 
+# %% ../../nbs/experts/03h_decode_kernels.ipynb #4563485f
 @triton.jit(do_not_specialize=["T", "scale"])
 def _gate_kernel(x_ptr, gain_ptr, router_ptr, logits_ptr, probs_ptr, expert_ptr, weight_ptr, active_ptr, table_ptr, counter_ptr, T, scale,
                  D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, RENORM: tl.constexpr, TP: tl.constexpr, TALL: tl.constexpr,
@@ -264,6 +266,7 @@ def gate_triton(x: Tensor, router: Tensor, gain: Tensor | None, eps: float, top_
                                              TP=TP, TALL=triton.next_power_of_2(T), EP=max(32, triton.next_power_of_2(E)), SP=triton.next_power_of_2(S), EPS=eps, PDL=early, launch_pdl=early, **c)
     return expert, weight, probs, logits, active, table
 
+# %% ../../nbs/experts/03h_decode_kernels.ipynb #34b107f9
 def experts_triton(x: Tensor, gain: Tensor | None, eps: float, weight: Tensor, active: Tensor, table: Tensor, up: Tensor, down: Tensor, activation: str,
                    residual: Tensor | None, counter: Tensor):
     "Body of `decode_experts`. `counter` int32, at least D of them, 0 before and after."

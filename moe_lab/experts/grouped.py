@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.backend import operator, triton_body
 from ..core.types import Dispatch, Routing, dispatch as make_dispatch
-from .activation import get_activation
+from .activation import get_activation, sum_dtype
 
 # %% ../../nbs/experts/03_grouped.ipynb #19b4fcc7
 def tile_rows(rows: int, num_experts: int) -> int: # assignments, E
@@ -87,14 +87,12 @@ def _products(a, b, out, add=False):
         if add: z += x.to(z.dtype) @ y.to(z.dtype)
         else: torch.mm(x, y, out=z)
 
-def _wide(dtype): return torch.promote_types(dtype, torch.float32)
-
 def _repeat(bias, n): return bias.repeat_interleave(torch.tensor(n, device=bias.device), 0)
 
 # %% ../../nbs/experts/03_grouped.ipynb #a64f88fa
 def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row, activation):
     act, R = get_activation(activation), (x if order is None else order).shape[0]
-    pre, y = x.new_empty(R, up.shape[1]), x.new_zeros(x.shape, dtype=_wide(x.dtype))
+    pre, y = x.new_empty(R, up.shape[1]), x.new_zeros(x.shape, dtype=sum_dtype(x.dtype))
     if order is not None: token, scale = order // row.shape[1], weight.reshape(-1)[order, None]
     for experts, at, n in _runs(offsets):
         rows, p = x[at] if order is None else x.index_select(0, token[at]), pre[at]
@@ -111,7 +109,7 @@ def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row,
 
 # %% ../../nbs/experts/03_grouped.ipynb #12a0e68f
 def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation, needs, up_main=None, down_main=None):
-    act, wide = get_activation(activation), _wide(x.dtype)
+    act, wide = get_activation(activation), sum_dtype(x.dtype)
     d_up, d_down, d_up_bias, d_down_bias = (t if t is None else m if m is not None else torch.empty_like(t, memory_format=torch.contiguous_format)
                                             for t, m in ((up, up_main), (down, down_main), (up_bias, None), (down_bias, None)))
     d_x = x.new_zeros(x.shape, dtype=wide)
@@ -254,8 +252,8 @@ def _check_values(expert, weight, E):
 
 def _check_main(main_grads, up, down):
     for name, m, w in zip(("up", "down"), main_grads, (up, down)):
-        if m.shape != w.shape or m.dtype != _wide(w.dtype) or not m.is_contiguous() or m.device != w.device:
-            raise ValueError(f"main_grads of {name} must be contiguous {_wide(w.dtype)} {tuple(w.shape)} on {w.device}, got {m.dtype} {tuple(m.shape)} on {m.device}")
+        if m.shape != w.shape or m.dtype != sum_dtype(w.dtype) or not m.is_contiguous() or m.device != w.device:
+            raise ValueError(f"main_grads of {name} must be contiguous {sum_dtype(w.dtype)} {tuple(w.shape)} on {w.device}, got {m.dtype} {tuple(m.shape)} on {m.device}")
 
 def _needs_grad(*tensors): return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 

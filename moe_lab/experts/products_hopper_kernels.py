@@ -180,6 +180,7 @@ def _run(programs, tiles, left, left_t, right, right_t, out, offsets, index, pos
         tiles, offsets, index, position, lines, width, across, K, member, span, out_member, out_span,
         LEFT_T=left_t, RIGHT_T=right_t, HM=HM, BN=BN, BK=BK, PART=PART, YBUFS=min(YBUFS, BN // PART), PAIR=PAIR, **constants, num_warps=4)
 
+# %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #95aae749
 _tile_sizes = dict(HM=64, BN=256, BK=64)
 #: What a product uses unless told otherwise, the best over MegaBlocks' shapes on an H200: rows of a consumer, columns, step;
 #: columns of a stored part and buffers for it; stages of loads; lines that share columns.
@@ -201,6 +202,7 @@ def sdd(a: Tensor, b: Tensor, index: list[Tensor], block: int, width: int, progr
          KIND=0, B=block, DOWN=down, TRANS=False, **t | dict(BN=BN, PART=min(t["PART"], BN, block)))
     return out
 
+# %% ../../nbs/experts/02e_products_hopper_kernels.ipynb #31fca65e
 def dsd(data: Tensor, b: Tensor, index: list[Tensor], width: int, transposed: bool, stack: int, programs: int, # multiprocessors
         **tiles) -> Tensor | None: # other TILES
     "Body of `products.dsd`; None if TMA cannot read an operand, or write the result, as it is."

@@ -192,6 +192,7 @@ def sdd(a: Tensor, b: Tensor, index: list[Tensor], block: int, width: int,
             K=K, B=block, WIDTH=width, STACK=b.shape[0] > 1, A_FLIP=a_flip, B_FLIP=b_flip)
     return out
 
+# %% ../../nbs/experts/02b_products_kernels.ipynb #dbeee06a
 def dsd(data: Tensor, b: Tensor, index: list[Tensor], width: int, transposed: bool, stack: int,
         tiles: dict | None = None, # see `default_tiles`
        ) -> Tensor: # (M,N) or (stack,N,M/stack)

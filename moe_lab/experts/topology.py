@@ -18,6 +18,7 @@ from ..core.backend import triton_body
 # %% ../../nbs/experts/02_topology.ipynb #d9465bfd
 _INDICES = ("row_offsets", "row_indices", "column_indices", "column_offsets", "row_indices_t", "transpose_indices")
 
+# %% ../../nbs/experts/02_topology.ipynb #14e83ade
 @dataclass(frozen=True, eq=False)
 class Topology:
     """Where the stored blocks of a sparse matrix are: hybrid blocked CSR-COO (MegaBlocks, section 5.1). All indices int32.
