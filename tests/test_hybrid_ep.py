@@ -364,6 +364,24 @@ def test_the_best_domains_are_the_best_of_all(dcs, gpus, data, expert, ratio):
     assert t == min(seconds(b, c, o, ratio) for o in all_domains((dcs, gpus)))
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 10**6))
+def test_mixed_exchange_counts_every_token_once(size, domains, seed):
+    import numpy as np
+    from moe_lab.hybrid_ep.domain import Domains, route
+    from moe_lab.hybrid_ep.scale import far_cluster, mixed_seconds
+    from moe_lab.placement.cost import Cost
+    G, rng = size * domains, np.random.default_rng(seed)
+    cost, counts, d = Cost(far_cluster(G, 10.), rng.uniform(1e5, 1e6, G), 2048, 1.), rng.integers(0, 50, (G, G)), Domains((G,), (size,))
+    rows, ins, outs = np.zeros((3, G))
+    for g in range(G):                                                        # each token walks as `route` says
+        for e in range(G):
+            to = route(d, g, e)[0][-1]
+            rows[to] += counts[g, e]
+            if to != g: ins[to] += counts[g, e]; outs[g] += counts[g, e]
+    want = (rows / cost.tps + cost.sends * 2048 / cost.bandwidth[0] * np.maximum(ins, outs)).max()
+    assert mixed_seconds(cost, counts, size) == pytest.approx(want, rel=1e-9)
+
+
 # ---- kernels on a GPU (under the interpreter they run in their notebook)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

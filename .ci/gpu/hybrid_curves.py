@@ -26,7 +26,7 @@ def main():
     pool = study.workers(workers, repo)
     import torch
     from moe_lab.hybrid_ep.curves import SCALES, arms
-    done = study.runs_of(result)
+    done = [o for o in study.runs_of(result) if "copies" in o]                          # earlier ones were not evaluated with copies: once more
     have = {(o["arm"], o["seed"]) for o in done}
     first = [["exact", "50x", "50x without shared"], ["10x", "10x without shared"], ["50x, experts start alike", "exact, experts start alike"],
              ["exact, lr 1e-4", "50x, lr 1e-4", "50x without shared, lr 1e-4"]]

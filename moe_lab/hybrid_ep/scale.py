@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TABLE5', 'Block', 'timelines', 'seconds', 'all_domains', 'best_domains', 'tutel', 'block_of', 'far_cluster',
-           'speedups', 'rivals']
+           'speedups', 'mixed_seconds', 'rivals']
 
 # %% ../../nbs/hybrid_ep/08_scale.ipynb #24ba4106
 from collections.abc import Iterable
@@ -15,11 +15,12 @@ import numpy as np
 
 from ..cluster.topology import a800_dc
 from ..comm.pipeline import Choice, search
+from ..core.arguments import number, whole
 from ..core.types import Cluster, Placement
 from .compress import entries_for_ratio
 from .domain import Domains
 from ..models.zoo import Model
-from ..placement.cost import Cost, step_seconds
+from ..placement.cost import Cost, device_seconds, step_seconds
 from ..placement.rivals import shadows, smartmoe_placement
 from ..sim.collectives import all_gather_phases, all_reduce_phases, alltoall_phases, ops, seconds as phase_seconds
 from ..sim.events import Op, Timeline, simulate
@@ -37,9 +38,8 @@ class Block:
     compute: float
 
     def __post_init__(self):
-        if self.experts < 1: raise ValueError(f"experts must be >= 1, got {self.experts}")
-        for n in ("data", "expert", "before", "compute"):
-            if not 0 <= getattr(self, n) < float("inf"): raise ValueError(f"{n} must be finite and >= 0, got {getattr(self, n)}")
+        whole(self.experts, "experts")
+        for n in ("data", "expert", "before", "compute"): number(getattr(self, n), n)
 
     def sent(self, ratio: float | None) -> float:
         "Bytes in which a device's experts travel; values as wide as weights, indices 4 bytes."
@@ -98,6 +98,7 @@ def block_of(model: Model, cluster: Cluster, tokens: int, # of a device
              devices: int, # W, over which the experts are spread evenly
              seq: int = 4096) -> Block:
     "ValueError when the model has no experts or W does not divide them."
+    whole(tokens, "tokens"); whole(devices, "devices"); whole(seq, "seq")
     moe = [l for l in model.layers if l.experts]
     if not moe: raise ValueError(f"model must have experts, {model.name} has none")
     if bad := [l.experts for l in moe if l.experts % devices]: raise ValueError(f"devices must divide the {bad[0]} experts, got {devices}")
@@ -111,6 +112,7 @@ def block_of(model: Model, cluster: Cluster, tokens: int, # of a device
 # %% ../../nbs/hybrid_ep/08_scale.ipynb #a810456b
 def far_cluster(dcs: int, gigabits: float, gpus: int = 1, message: float = 50e-6) -> Cluster:
     "A800 data centres of `gpus` GPUs: `gigabits` [Gb/s] of each one's link, `message` [s] that every message costs on it."
+    number(gigabits, "gigabits"); number(message, "message")
     dc, gpu = a800_dc(dcs).levels
     return Cluster((replace(dc, bandwidth=gigabits * 1e9 / 8, latency=message, half_size=message * gigabits * 1e9 / 8), replace(gpu, size=gpus)), a800_dc().device, "far")
 
@@ -119,8 +121,10 @@ def speedups(b: Block, dcs: Iterable[int], gigabits: float, domain: int = 0, # d
              share: float = 0., # of all data centres that form a domain
              ratio: float | None = 50., backward: bool = False, message: float = 50e-6) -> list[float]: # of HybridEP over Tutel
     "As data centres grow with the domain size or the proportion fixed."
+    whole(domain, "domain", 0); number(share, "share", 0., 1.)
     out = []
     for n in dcs:
+        whole(n, "dcs")
         c, S = far_cluster(n, gigabits, message=message), domain or max(1, round(n * share))
         if n % S: raise ValueError(f"domains of {S} must divide the {n} data centres")
         out.append(tutel(b, c, (n, 1), backward)[1] / seconds(b, c, Domains((n, 1), (S, 1)), ratio, backward))
@@ -131,13 +135,35 @@ def speedups(b: Block, dcs: Iterable[int], gigabits: float, domain: int = 0, # d
 TABLE5 = Block(data=24e6, expert=.36e6, experts=1, before=1e-3, compute=1e-3)
 
 # %% ../../nbs/hybrid_ep/08_scale.ipynb #7acf64dd
+def mixed_seconds(cost: Cost, counts: np.ndarray, # (G,G) tokens of source g for expert e, one expert a device of the outermost level
+                  size: int) -> float:
+    "Exchange and products of the slowest device [s] when domains of `size` devices hold copies of their experts: a token stays, or goes to its own offset in the expert's domain."
+    G = len(counts)
+    if whole(size, "size", 1, G) and G % size: raise ValueError(f"size must divide the {G} devices, got {size}")
+    source, expert = np.indices((G, G))
+    to = expert // size * size + source % size
+    to = np.where(expert // size == source // size, source, to)
+    total = lambda at, what: np.bincount(at.ravel(), what.ravel(), G)
+    moved, unit, parts = np.where(to == source, 0., counts), cost.sends * cost.token_bytes / cost.bandwidth[0], np.zeros((2 + 2 * len(cost.bandwidth), G))
+    parts[0], parts[2], parts[3] = total(to, counts) / cost.tps, unit * total(to, moved), unit * total(source, moved)
+    return float(device_seconds(parts).max()) + cost.fixed
+
+
 def rivals(b: Block, dcs: int, gigabits: float, skew: float = 0., # Zipf exponent of the experts' loads; 0: even
+           domain: int = 0, # HybridEP's; 0: what is best for even loads
+           ratio: float | None = 50., # its compression
            row: int = 2048, # bytes of a token
-           seed: int = 0) -> dict[str, float]: # speed-up over plain expert parallelism, forward
-    "FasterMoE and SmartMoE on one expert a data centre, every data centre with the same loads."
-    c = far_cluster(dcs, gigabits)
-    load = np.random.default_rng(seed).permutation(np.arange(1, dcs + 1) ** -skew)
-    counts = np.tile(b.data / row * load / load.sum(), (dcs, 1))
-    cost, one = Cost(c, b.data / row / b.compute, row, b.expert, sends=2.), Placement.expert_parallel(dcs, dcs)
-    plain = step_seconds(cost, counts, one)
-    return {"FasterMoE": plain / shadows(cost, counts, one)[1], "SmartMoE": plain / step_seconds(cost, counts, smartmoe_placement(cost, counts, one))}
+           seed: int = 0) -> dict[str, float]: # speed-up over plain expert parallelism, forward and backward
+    "FasterMoE, SmartMoE and HybridEP on one expert a data centre, every data centre with the same loads; bytes only."
+    if b.experts != 1: raise ValueError(f"b must own one expert, got {b.experts}")
+    number(skew, "skew", 0., 100.)
+    load = np.random.default_rng(seed).permutation(np.arange(1., dcs + 1) ** -skew)
+    even, counts = (np.tile(b.data / row * l / l.sum(), (dcs, 1)) for l in (np.ones(dcs), load))
+    cost, one = Cost(far_cluster(dcs, gigabits), b.data / row / (3 * b.compute), row, b.expert), Placement.expert_parallel(dcs, dcs)
+    bw = cost.bandwidth[0]
+    def hybrid(counts, S): # gather and way home hide behind the layers before; with compression the mean is renewed
+        home = (S - 1) * b.expert + (2 * (dcs - 1) / dcs * b.expert if ratio and S > 1 else 0.)
+        return max(b.before, (S - 1) * b.sent(ratio) / bw) + max(2 * b.before, home / bw) + mixed_seconds(cost, counts, S)
+    S = domain or min((S for S in range(1, dcs + 1) if dcs % S == 0), key=lambda S: hybrid(even, S))
+    t = {"FasterMoE": shadows(cost, counts, one)[1], "SmartMoE": step_seconds(cost, counts, smartmoe_placement(cost, counts, one))}
+    return {name: hybrid(counts, 1) / s for name, s in ({n: 3 * b.before + s for n, s in t.items()} | {"HybridEP": hybrid(counts, S)}).items()}

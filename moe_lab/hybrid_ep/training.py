@@ -7,10 +7,8 @@ __all__ = ['Way', 'build', 'train_ranks', 'predicted']
 
 # %% ../../nbs/hybrid_ep/06_training.ipynb #cab2bb1f
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -42,6 +40,7 @@ class Way:
 
 def build(config: GPTConfig, way: Way, dtype: torch.dtype): # -> model, communicator (None: plain EP), link
     "The model of this rank: the same start values whatever the way."
+    if prod(way.sizes) != dist.get_world_size(): raise ValueError(f"sizes must cover the {dist.get_world_size()} ranks, got {way.sizes}")
     link = Link(way.sizes[0], way.bandwidth)
     comm = None if way.domains is None else Communicator(Domains(way.sizes, way.domains), way.ratio, link)
     exchange = ExpertParallel(grid()) if comm is None else HybridParallel(comm)
@@ -52,20 +51,20 @@ def build(config: GPTConfig, way: Way, dtype: torch.dtype): # -> model, communic
 # %% ../../nbs/hybrid_ep/06_training.ipynb #fa64261a
 def train_ranks(config: GPTConfig, train: TrainConfig, tokens: Tensor, way: Way, dtype: torch.dtype = torch.float32) -> dict:
     "Train on the ranks of this group. Loss of each step (mean of all ranks), seconds of each step, bytes that this rank sent to other data centres in each."
+    W, me, out = dist.get_world_size(), dist.get_rank(), dict(loss=[], seconds=[], bytes=[])
+    if train.batch_size % W: raise ValueError(f"batch_size must be a multiple of the {W} ranks, got {train.batch_size}")
     model, comm, link = build(config, way, dtype)
     experts = [w for m in model.modules() if isinstance(m, MoE) for w in m.experts.parameters()]
     ours = {id(w) for w in experts}
     kw = dict(lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay)
     optimizers = [torch.optim.AdamW([p for p in model.parameters() if id(p) not in ours], **kw)]
-    W, me, out = dist.get_world_size(), dist.get_rank(), dict(loss=[], seconds=[], bytes=[])
-    if train.batch_size % W: raise ValueError(f"batch_size must be a multiple of the {W} ranks, got {train.batch_size}")
     windows = Windows(tokens, train.context, train.batch_size, train.seed)
     for step in range(train.steps):
         x, y = (t.chunk(W)[me].to(rank_device()) for t in windows[step])
         dist.barrier()
         start, sent = time.perf_counter(), link.bytes
         note(f"step {step}")
-        with link.slow() if way.bandwidth < float("inf") else nullcontext():
+        with link.slow():
             loss, log = lm_loss(model, x, y, train)
             for o in optimizers: o.zero_grad()
             loss.backward()
