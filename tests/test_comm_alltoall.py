@@ -72,7 +72,7 @@ def test_uneven(ranks, W): assert ranks.run(uneven, W, range(6), n=W) == [True] 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("W", [5, 6, 7, 8])
-def test_up_to_eight_ranks(ranks8, W):
+def test_up_to_eight_ranks(ranks8, W):                                          # D05, D06
     ranks8.run(even, W, n=W)
     ranks8.run(uneven, W, range(6), n=W)
 

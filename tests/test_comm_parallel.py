@@ -275,7 +275,7 @@ def read_layouts(root, files, ep, r):
     return out
 
 @pytest.mark.slow
-def test_every_layout_opens_what_every_other_wrote(ranks8, tmp_path):
+def test_every_layout_opens_what_every_other_wrote(ranks8, tmp_path):                   # X03
     for n, (W, ep, r) in enumerate(LAYOUTS): ranks8.run(write_layout, tmp_path, n, ep, r, n=W)
     want = None
     for W, ep, r in LAYOUTS:
@@ -333,12 +333,13 @@ def step_with_a_death(where, root):
     save(root, 2, m)                                            # notes its step itself
 
 @pytest.mark.parametrize("where", ["forward", "backward", "save step 2"])
-def test_killed_rank(ranks, tmp_path, where):
+def test_killed_rank(ranks, tmp_path, where, record_property):
     torch.manual_seed(0); m = Model(); save(tmp_path, 1, m)
     t = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL") as e: ranks.run(step_with_a_death, where, tmp_path, n=3, timeout=10)
     assert time.monotonic() - t < 25 and e.value.rank == 1 and e.value.step == where
     assert set(e.value.failures) | set(e.value.running) == {0, 1, 2}
+    record_property("faults", 1)
     assert steps(tmp_path) == [1] and load(tmp_path, Model()) == {}
 
 
