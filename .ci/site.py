@@ -41,13 +41,14 @@ def sidebar():
     return ["index.ipynb", *first, *sections, dict(section="Tools", contents=[*late, "reference.ipynb"])]
 
 
-def signature(node):
-    "A function's or class's parameters as one line of code: those of `__init__`, or the fields of a dataclass."
+def signature(node, module):
+    "A function's or class's parameters as one line of code: those of `__init__`, its own or of a class of the same module, or the fields of a dataclass."
     if isinstance(node, ast.FunctionDef): return f"({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
     for s in node.body:
         if isinstance(s, ast.FunctionDef) and s.name == "__init__": return f"({ast.unparse(s.args).removeprefix('self').removeprefix(', ')})"
     fields = [ast.unparse(s) for s in node.body if isinstance(s, ast.AnnAssign)]
-    return f"({', '.join(fields)})" if fields else ""
+    bases = [n for b in node.bases for n in module.body if isinstance(n, ast.ClassDef) and n.name == ast.unparse(b)]
+    return f"({', '.join(fields)})" if fields else next((s for b in bases if (s := signature(b, module))), "")
 
 
 def reference():
@@ -65,7 +66,7 @@ def reference():
         last, lines = room, [f"**[{name}]({book.as_posix()})**: {plain(ast.get_docstring(tree) or '')}", ""]
         for n in public:
             says = plain((ast.get_docstring(n) or "").partition("\n")[0])
-            lines.append(f"- [`{n.name}`]({book.as_posix()}#{n.name.lower()}) `{signature(n)}`" + (f": {says}" if says else ""))
+            lines.append(f"- [`{n.name}`]({book.as_posix()}#{n.name.lower()}) `{signature(n, tree)}`" + (f": {says}" if says else ""))
         text.append("\n".join(lines).replace(" ``", ""))
     cells = [dict(cell_type="raw" if i == 0 else "markdown", metadata={}, source=t, id=f"reference-{i}") for i, t in enumerate(text)]
     return dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cluster.topology import device_bandwidth
+from ..core.arguments import whole
 from ..core.types import Cluster, Placement
 
 # %% ../../nbs/placement/03_cost.ipynb #ac551f7d
@@ -52,7 +53,7 @@ class Cost:
                  efficiency: float = .5, # share of the device's dense rate that the expert products reach
                  dtype_bytes: int = 2):
         "From sizes: 3 passes (forward, two backward) of 2*D*F multiply-adds for each of the 2 or 3 matrices."
-        params = (3 if gated else 2) * d_model * d_hidden
+        params = (3 if gated else 2) * whole(d_model, "d_model") * whole(d_hidden, "d_hidden")
         return cls(cluster, efficiency * cluster.device.flops / (3 * 2 * params), d_model * dtype_bytes, params * dtype_bytes)
 
 # %% ../../nbs/placement/03_cost.ipynb #89d34500

@@ -53,23 +53,8 @@ def put_parameter(module: nn.Module, name: str, value: Tensor, optimizer: torch.
     return q
 
 # %% ../../nbs/placement/06a_execute.ipynb #9930e15d
-class Moving:
-    "Experts of one layer on their way: begun by `move`, in force after the next `reduce_gradients`."
-    def __init__(self, moe: MoE, optimizer: torch.optim.Optimizer, after: Placement, lane: dist.ProcessGroup):
-        ex, self.moe, self.optimizer, self.after = moe.exchange, moe, optimizer, after
-        me, ranks, self.row = ex.grid.rank, ex.grid.ranks, {e: i for i, e in enumerate(moe.experts.ids)}
-        self.params = dict(moe.experts.named_parameters())
-        self.versions = [p._version for p in self.params.values()]
-        self.works, self.sent, self.arriving, links, ops = [], [], [], {}, []
-        for e, src, dst in transfers(ex.placement, after, ex.grid.sizes):
-            if me in (src, dst): links.setdefault((src, dst), []).append(e)
-        for (src, dst), ids in links.items():
-            send, other = src == me, ranks[dst if src == me else src]
-            buffer = self._pack(ids) if send else torch.empty(len(ids) * self._bytes(), dtype=torch.uint8, device=moe.experts.up.device)
-            ops.append(dist.P2POp(dist.isend if send else dist.irecv, buffer, other, lane))
-            self.sent.append(buffer) if send else self.arriving.append((ids, buffer))
-        if ops: self.works = dist.batch_isend_irecv(ops)
-
+class _Rows:
+    "All that belongs to an expert, as bytes for the wire and back. `params`, `optimizer`, `row` of each expert, `arriving`: those of `Moving`."
     def _stacks(self):
         "((parameter, its name or the optimizer's), tensor with a row for each expert): all that belongs to an expert."
         for n, p in self.params.items():
@@ -87,6 +72,24 @@ class Moving:
             for e in ids:
                 for key, t in self._stacks(): out[e, key] = next(parts).clone().view(t.dtype).view(t.shape[1:])
         return out
+
+# %% ../../nbs/placement/06a_execute.ipynb #1a24fdc0
+class Moving(_Rows):
+    "Experts of one layer on their way: begun by `move`, in force after the next `reduce_gradients`."
+    def __init__(self, moe: MoE, optimizer: torch.optim.Optimizer, after: Placement, lane: dist.ProcessGroup):
+        ex, self.moe, self.optimizer, self.after = moe.exchange, moe, optimizer, after
+        me, ranks, self.row = ex.grid.rank, ex.grid.ranks, {e: i for i, e in enumerate(moe.experts.ids)}
+        self.params = dict(moe.experts.named_parameters())
+        self.versions = [p._version for p in self.params.values()]
+        self.works, self.sent, self.arriving, links, ops = [], [], [], {}, []
+        for e, src, dst in transfers(ex.placement, after, ex.grid.sizes):
+            if me in (src, dst): links.setdefault((src, dst), []).append(e)
+        for (src, dst), ids in links.items():
+            send, other = src == me, ranks[dst if src == me else src]
+            buffer = self._pack(ids) if send else torch.empty(len(ids) * self._bytes(), dtype=torch.uint8, device=moe.experts.up.device)
+            ops.append(dist.P2POp(dist.isend if send else dist.irecv, buffer, other, lane))
+            self.sent.append(buffer) if send else self.arriving.append((ids, buffer))
+        if ops: self.works = dist.batch_isend_irecv(ops)
 
     def gradients(self, params: list[nn.Parameter]) -> dict[int, list[Tensor]]:
         "Zeros for the experts that will live here: their share in this step's sums."

@@ -44,20 +44,8 @@ def block_sparse(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
 products = {"grouped": compute, "padded": padded, "block-sparse": block_sparse}
 
 # %% ../../nbs/placement/06_placed.ipynb #adfe0e99
-class Placed:
-    """Experts over the ranks of a grid as `placement` (E, W) says, copies included; the grid must hold all ranks.
-
-    `capacity_factor` to `algo` as in `ExpertParallel`; `compute`: a key of `products`. `seen`: counts (W, E) of the last
-    call, the same on every rank. `moving`: what is under way to other ranks (`placement.execute`), or None.
-    """
-    def __init__(self, grid: Grid, placement: Placement, *, capacity_factor: float | None = None, rule: str = "tutel", multiple: int = 1,
-                 policy: str = "position", lost: str = "zero", algo: str = "linear", compute: str = "grouped"):
-        if grid.size != dist.get_world_size(): raise ValueError(f"grid must hold all {dist.get_world_size()} ranks, it has {grid.size}")
-        if placement.num_devices != grid.size: raise ValueError(f"placement must be for {grid.size} ranks, it is for {placement.num_devices}")
-        if compute not in products: raise ValueError(f"compute must be one of {list(products)}, got {compute!r}")
-        self.grid, self.placement, self.capacity_factor, self.rule, self.multiple = grid, placement, capacity_factor, rule, multiple
-        self.policy, self.lost, self.algo, self.products, self.seen, self.moving = policy, lost, algo, products[compute], None, None
-
+class _Copies:
+    "Which experts live here, and the sums that keep an expert's copies alike."
     def ids(self) -> list[int]:
         "The experts that live on this rank."
         return self.placement.slots[:, self.grid.rank].nonzero().flatten().tolist()
@@ -67,6 +55,28 @@ class Placed:
         if num_experts != self.placement.num_experts: raise ValueError(f"placement must be for {num_experts} experts, it is for {self.placement.num_experts}")
         return Experts(d_model, d_hidden, num_experts, activation, bias, self.ids())
 
+    def copies(self, experts: Experts) -> Tensor:
+        "How many ranks hold each expert that lives here."
+        return (self.placement.slots[list(experts.ids)] > 0).sum(1)
+
+    def join_replicas(self, experts: Experts):
+        "Add up the gradients of copies: one sum for each set of ranks, in the order of logical experts, so that none waits for another."
+        home, params = self.placement.slots > 0, [p for p in experts.parameters() if p.grad is not None]
+        here = {e: [p.grad[i] for p in params] for i, e in enumerate(experts.ids)}
+        if self.moving: home = home | (self.moving.after.slots > 0); here |= self.moving.gradients(params)
+        sets = {}
+        for e, ranks in enumerate(home): sets.setdefault(tuple(ranks.nonzero().flatten().tolist()), []).append(e)
+        for ranks, ids in sets.items():
+            if len(ranks) == 1 or not params or (g := group([self.grid.ranks[i] for i in ranks])) is None: continue
+            grads = [t for e in ids for t in here[e]]
+            flat = torch.cat([t.flatten() for t in grads])
+            dist.all_reduce(flat, group=g)
+            for t, s in zip(grads, flat.split([t.numel() for t in grads])): t.copy_(s.view_as(t))
+        if self.moving: self.moving.land()
+
+# %% ../../nbs/placement/06_placed.ipynb #07c175b6
+class _Travel:
+    "Tokens to their experts' copies and back."
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, Dispatch | None]:
         E, kept, d = r.num_experts, r.expert, None
         if self.capacity_factor is not None:
@@ -87,21 +97,17 @@ class Placed:
         out = round_trip(order.there(rows[:int(send.sum())]), order.moved.sum(1).tolist(), got, self.grid, lambda rows, counts: self.products(experts, rows, counts), self.algo)
         return F.pad(order.back(out), (0, 0, 0, len(rows) - len(out)))
 
-    def copies(self, experts: Experts) -> Tensor:
-        "How many ranks hold each expert that lives here."
-        return (self.placement.slots[list(experts.ids)] > 0).sum(1)
+# %% ../../nbs/placement/06_placed.ipynb #0d4d2195
+class Placed(_Copies, _Travel):
+    """Experts over the ranks of a grid as `placement` (E, W) says, copies included; the grid must hold all ranks.
 
-    def join_replicas(self, experts: Experts):
-        "Add up the gradients of copies: one sum for each set of ranks, in the order of logical experts, so that none waits for another."
-        home, params = self.placement.slots > 0, [p for p in experts.parameters() if p.grad is not None]
-        here = {e: [p.grad[i] for p in params] for i, e in enumerate(experts.ids)}
-        if self.moving: home = home | (self.moving.after.slots > 0); here |= self.moving.gradients(params)
-        sets = {}
-        for e, ranks in enumerate(home): sets.setdefault(tuple(ranks.nonzero().flatten().tolist()), []).append(e)
-        for ranks, ids in sets.items():
-            if len(ranks) == 1 or not params or (g := group([self.grid.ranks[i] for i in ranks])) is None: continue
-            grads = [t for e in ids for t in here[e]]
-            flat = torch.cat([t.flatten() for t in grads])
-            dist.all_reduce(flat, group=g)
-            for t, s in zip(grads, flat.split([t.numel() for t in grads])): t.copy_(s.view_as(t))
-        if self.moving: self.moving.land()
+    `capacity_factor` to `algo` as in `ExpertParallel`; `compute`: a key of `products`. `seen`: counts (W, E) of the last
+    call, the same on every rank. `moving`: what is under way to other ranks (`placement.execute`), or None.
+    """
+    def __init__(self, grid: Grid, placement: Placement, *, capacity_factor: float | None = None, rule: str = "tutel", multiple: int = 1,
+                 policy: str = "position", lost: str = "zero", algo: str = "linear", compute: str = "grouped"):
+        if grid.size != dist.get_world_size(): raise ValueError(f"grid must hold all {dist.get_world_size()} ranks, it has {grid.size}")
+        if placement.num_devices != grid.size: raise ValueError(f"placement must be for {grid.size} ranks, it is for {placement.num_devices}")
+        if compute not in products: raise ValueError(f"compute must be one of {list(products)}, got {compute!r}")
+        self.grid, self.placement, self.capacity_factor, self.rule, self.multiple = grid, placement, capacity_factor, rule, multiple
+        self.policy, self.lost, self.algo, self.products, self.seen, self.moving = policy, lost, algo, products[compute], None, None

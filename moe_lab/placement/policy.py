@@ -14,7 +14,7 @@ from .cost import Cost, by_expert, columns, device_seconds, total
 from .vexpert import Move, balance_ratio
 
 # %% ../../nbs/placement/04_policy.ipynb #ad7ab820
-class Planner:
+class _Search:
     "Incremental state of the greedy search: placement, each expert's columns, each device's sums."
     def __init__(self, cost: Cost, counts: np.ndarray, placement: Placement, slots: int | np.ndarray, candidates: int = 32):
         self.cost, self.counts, self.slots, self.candidates = cost, by_expert(counts, placement), slots, candidates
@@ -35,6 +35,11 @@ class Planner:
 
     def _columns(self, experts, slots): return columns(self.cost, self.counts[experts], slots)
 
+    def _take(self, delta): self.parts = self.parts + delta
+
+# %% ../../nbs/placement/04_policy.ipynb #65db0c2b
+class _Exchanges(_Search):
+    "The search that knows Algorithm 2."
     def plan(self) -> list[Move]:
         """Algorithm 2: shrink a cold expert and expand a hot one on the same device, or nothing if no exchange is faster.
 
@@ -70,8 +75,9 @@ class Planner:
         for m in moves: self.p[m.expert, m.device] += 1 if m.kind == "expand" else -1
         return moves
 
-    def _take(self, delta): self.parts = self.parts + delta
-
+# %% ../../nbs/placement/04_policy.ipynb #7caea52f
+class Planner(_Exchanges):
+    "The greedy search on one step's counts: `plan` for one exchange of slots, `migrate` for swaps afterwards."
     def migrate(self, trials: int = 64) -> list[Move]:
         "Swaps that put an expert's vExpert onto a device that has one already, kept when the time falls: smaller all-reduce groups."
         moves, present = [], self.p > 0

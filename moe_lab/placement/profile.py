@@ -27,14 +27,14 @@ from .placed import Placed
 
 # %% ../../nbs/placement/06b_profile.ipynb #b26c0122
 def seconds(f, repeats: int = 5, slowest: bool = True) -> float: # [s]
-    "Median time of a call that all ranks make together: of the slowest rank, or of this one."
+    "Median time of a call that all ranks make together: of the slowest rank, or of this one. On a CPU a rank's own processor time, waits not counted."
     device, times = rank_device(), []
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait, clock = (torch.cuda.synchronize, time.perf_counter) if device.type == "cuda" else (lambda: None, time.process_time)
     for _ in range(repeats + 2):
         dist.barrier(); wait()
-        start = time.perf_counter()
+        start = clock()
         f(); wait()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     t = torch.tensor(times[2:], dtype=torch.float64, device=device)
     if slowest: dist.all_reduce(t, dist.ReduceOp.MAX)
     return median(t.tolist())
@@ -60,7 +60,7 @@ def compute_rate(d_model: int, d_hidden: int, num_experts: int, # experts of a r
     (few, a), (many, b), (wide, _) = (_products(d_model, d_hidden, e, r, repeats) for e, r in ((num_experts, rows // 4), (num_experts, rows), (2 * num_experts, rows)))
     return (b - a) / max(many - few, 1e-9), max(wide - many, 0.) / num_experts
 
-
+# %% ../../nbs/placement/06b_profile.ipynb #a5844be1
 def link_rate(g: Grid, level: int, d_model: int, rows: int, sends: float = 4., repeats: int = 5) -> float: # [B/s]
     "Bytes a second and device across a level: all rows go to the others there, or none does, forward and backward."
     n, me = g.sizes[level], g.rank
@@ -75,7 +75,7 @@ def link_rate(g: Grid, level: int, d_model: int, rows: int, sends: float = 4., r
     crossing = rows // len(peers) * len(peers) * d_model * _dtype().itemsize
     return sends * crossing / max(send(peers) - send([me]), 1e-9)
 
-
+# %% ../../nbs/placement/06b_profile.ipynb #9d646a2f
 def sync_rate(g: Grid, d_model: int, d_hidden: int, experts: int, # with a copy on every rank, >= 2
               repeats: int = 5) -> float: # [B/s]
     "Bandwidth of a ring at which copies join their gradients, gathered and put back as the layer does."
@@ -141,7 +141,7 @@ class Profile:
         except (TypeError, ValueError, AttributeError, OverflowError) as e: raise ValueError(f"{path} is no profile: {short(str(e))}") from None
         return p
 
-
+# %% ../../nbs/placement/06b_profile.ipynb #7cab1573
 def measure(g: Grid, d_model: int, d_hidden: int,
             experts: int, # of all ranks
             tokens: int, # of each rank

@@ -37,31 +37,6 @@ def _replicate(weight, slots, limit=None): # (E,) -> (slots,) logical expert of 
     return np.array(owner), count
 
 # %% ../../nbs/placement/05_rivals.ipynb #2e98084e
-def eplb(weight: np.ndarray, # (L,E) load of each layer's experts
-         replicas: int, # physical experts, a multiple of `devices`
-         groups: int, nodes: int, devices: int,
-         cap: bool = False, # at most one replica of an expert for each device; the published planner has no such bound
-        ) -> tuple[np.ndarray, np.ndarray]: # (L, replicas) logical expert of each physical one, (L,E) replica counts
-    """EPLB's hierarchical plan (deepseek-ai/EPLB, README): expert groups to nodes, replicas inside a node, then onto its devices.
-
-    With groups that do not divide by nodes, the global plan (one group, one node). Physical expert i lives on device i // (replicas/devices)."""
-    weight = np.asarray(weight, float)
-    if weight.ndim != 2 or not weight.shape[1]: raise ValueError(f"weight must be (L, E), got shape {weight.shape}")
-    _loads("weight", weight)
-    L, E = weight.shape
-    if replicas < E: raise ValueError(f"replicas ({replicas}) must be at least the number of experts ({E})")
-    if replicas % devices: raise ValueError(f"replicas ({replicas}) must be a multiple of devices ({devices})")
-    if groups % nodes: groups = nodes = 1
-    for name, a, b in (("number of experts", E, groups), ("devices", devices, nodes), ("replicas", replicas, nodes)):
-        if a % b: raise ValueError(f"{name} ({a}) must be a multiple of {'groups' if a == E and name[0] == 'n' else 'nodes'} ({b})")
-    plans = [_eplb_layer(w, replicas, groups, nodes, devices, devices // nodes if cap else None) for w in weight]
-    return np.stack([p for p, _ in plans]), np.stack([c for _, c in plans])
-
-
-def _loads(name, x):
-    if not (np.isfinite(x).all() and (x >= 0).all()): raise ValueError(f"{name} must be finite and >= 0")
-
-
 def _eplb_layer(w, replicas, groups, nodes, devices, limit):
     size, per_node, gpus = len(w) // groups, replicas // nodes, devices // nodes
     node_of = balanced_packs(w.reshape(groups, size).sum(1), nodes)
@@ -84,6 +59,31 @@ def _by_arrival(weight, where, pack):
     "Items of a pack in the order in which packing placed them: by falling weight (a pack of one keeps the given order)."
     order = np.argsort(-np.asarray(weight, float), kind="stable")
     return [i for i in order if where[i] == pack]
+
+# %% ../../nbs/placement/05_rivals.ipynb #48e5a3cb
+def _loads(name, x):
+    if not (np.isfinite(x).all() and (x >= 0).all()): raise ValueError(f"{name} must be finite and >= 0")
+
+
+def eplb(weight: np.ndarray, # (L,E) load of each layer's experts
+         replicas: int, # physical experts, a multiple of `devices`
+         groups: int, nodes: int, devices: int,
+         cap: bool = False, # at most one replica of an expert for each device; the published planner has no such bound
+        ) -> tuple[np.ndarray, np.ndarray]: # (L, replicas) logical expert of each physical one, (L,E) replica counts
+    """EPLB's hierarchical plan (deepseek-ai/EPLB, README): expert groups to nodes, replicas inside a node, then onto its devices.
+
+    With groups that do not divide by nodes, the global plan (one group, one node). Physical expert i lives on device i // (replicas/devices)."""
+    weight = np.asarray(weight, float)
+    if weight.ndim != 2 or not weight.shape[1]: raise ValueError(f"weight must be (L, E), got shape {weight.shape}")
+    _loads("weight", weight)
+    L, E = weight.shape
+    if replicas < E: raise ValueError(f"replicas ({replicas}) must be at least the number of experts ({E})")
+    if replicas % devices: raise ValueError(f"replicas ({replicas}) must be a multiple of devices ({devices})")
+    if groups % nodes: groups = nodes = 1
+    for name, a, b in (("number of experts", E, groups), ("devices", devices, nodes), ("replicas", replicas, nodes)):
+        if a % b: raise ValueError(f"{name} ({a}) must be a multiple of {'groups' if a == E and name[0] == 'n' else 'nodes'} ({b})")
+    plans = [_eplb_layer(w, replicas, groups, nodes, devices, devices // nodes if cap else None) for w in weight]
+    return np.stack([p for p, _ in plans]), np.stack([c for _, c in plans])
 
 # %% ../../nbs/placement/05_rivals.ipynb #3d419b15
 def eplb_placement(load: np.ndarray, # (E,)

@@ -17,6 +17,16 @@ from .cost import Cost
 from .rivals import balanced_packs
 
 # %% ../../nbs/placement/05c_smartmoe.ipynb #e6bbbde0
+def _wire(cost, flow):
+    "(G,) seconds of exchanges, level by level, the busier direction."
+    sizes, ids, t = cost.cluster.sizes, np.arange(len(flow)), 0.
+    for l, bw in enumerate(cost.bandwidth):
+        inside, outside = ids // math.prod(sizes[l + 1:]), ids // math.prod(sizes[l:])
+        x = flow * ((inside[:, None] != inside) & (outside[:, None] == outside)) * cost.sends * cost.token_bytes / bw
+        t = t + np.maximum(x.sum(0), x.sum(1))
+    return t
+
+# %% ../../nbs/placement/05c_smartmoe.ipynb #94dc7a59
 @dataclass(frozen=True)
 class Plan:
     "`devices` as `data` blocks that repeat each other, of groups of `slices` neighbours that share each of their experts."
@@ -57,16 +67,6 @@ class Plan:
         if self.data == 1: return 0.
         level = cost.cluster.level_between(0, self.devices - self.devices // self.data)
         return 2 * (self.data - 1) / self.data * experts * cost.expert_bytes / self.slices / (cost.sync_bandwidth or cost.bandwidth[level])
-
-
-def _wire(cost, flow):
-    "(G,) seconds of exchanges, level by level, the busier direction."
-    sizes, ids, t = cost.cluster.sizes, np.arange(len(flow)), 0.
-    for l, bw in enumerate(cost.bandwidth):
-        inside, outside = ids // math.prod(sizes[l + 1:]), ids // math.prod(sizes[l:])
-        x = flow * ((inside[:, None] != inside) & (outside[:, None] == outside)) * cost.sends * cost.token_bytes / bw
-        t = t + np.maximum(x.sum(0), x.sum(1))
-    return t
 
 # %% ../../nbs/placement/05c_smartmoe.ipynb #f660410c
 def worst_load(num_experts: int, tokens: int, bound: float) -> np.ndarray: # (E,) int64

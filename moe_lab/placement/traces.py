@@ -13,6 +13,7 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
+from ..core.arguments import short
 from ..core.files import read_text
 from ..experts.layer import MoE
 from ..models.corpus import load_corpus
@@ -41,6 +42,19 @@ def make_trace(steps: int, num_experts: int, tokens: int, # assignments a step
     return out
 
 # %% ../../nbs/placement/06d_traces.ipynb #13b4623a
+def _whole_lines(rows, need, name):
+    "Numbers of each line; ValueError with the line of the first that is none."
+    out = []
+    try:
+        for x in rows:
+            try: line = [int(x[c]) for c in need]
+            except (TypeError, ValueError): raise ValueError(f"{name}: line {rows.line_num}: every value must be a whole number, got {short(', '.join(str(x[c]) for c in need))}") from None
+            if not all(0 <= v < 2**31 for v in line): raise ValueError(f"{name}: line {rows.line_num} has a number outside [0, 2^31)")
+            out.append(line)
+    except csv.Error as e: raise ValueError(f"{name}: line {rows.line_num}: {e}") from None
+    return out
+
+
 def read_trace(path: str | Path) -> np.ndarray: # (steps, layers, E) int64
     "A recorded trace. ValueError says what is wrong and where."
     path = Path(path)
@@ -57,10 +71,8 @@ def read_trace(path: str | Path) -> np.ndarray: # (steps, layers, E) int64
         rows = csv.DictReader(io.StringIO(read_text(path, 2**26), newline=""))
         need = ("step", "layer", "expert", "count")
         if any(c not in (rows.fieldnames or ()) for c in need): raise ValueError(f"{path.name}: needs the columns {', '.join(need)}")
-        try: r = np.array([[int(x[c]) for c in need] for x in rows], np.int64).reshape(-1, 4)
-        except (TypeError, ValueError, OverflowError, csv.Error) as e: raise ValueError(f"{path.name}: every value must be a whole number: {e}") from None
+        r = np.array(_whole_lines(rows, need, path.name), np.int64).reshape(-1, 4)
         if not len(r): raise ValueError(f"{path.name}: needs a line below its columns")
-        if (wrong := ((r < 0) | (r >= 2**31)).any(1)).any(): raise ValueError(f"{path.name}: line {int(wrong.argmax()) + 2} has a number outside [0, 2^31)")
         r[:, 0] = np.unique(r[:, 0], return_inverse=True)[1]                       # every tenth step recorded is no trace of nine idle ones
         size = r[:, :3].max(0) + 1
         if math.prod(map(int, size)) > 10**8: raise ValueError(f"{path.name}: {' x '.join(map(str, size))} steps x layers x experts is more than a trace can be")
