@@ -23,7 +23,7 @@ def arena_bars(results: dict) -> go.Figure: # {kind of trace: {policy: steps wit
         for part, name in (("seconds", "step"), ("moving", "moving experts")):
             fig.add_bar(y=list(r), x=[1e3 * float(np.mean([getattr(s, part) for s in v])) for v in r.values()], name=name, orientation="h")
         return fig.update_layout(barmode="stack", title="One MoE layer under each policy", xaxis=dict(title="ms a step", range=[0, top]), yaxis_autorange="reversed")
-    return sweep(make, "trace: ", list(results))
+    return sweep(make, "trace", list(results))
 
 # %% ../../nbs/viz/09_placement.ipynb #62d831fe
 def bill_race(results: dict, # {policy: steps with .seconds and .moving}
@@ -50,7 +50,7 @@ def threshold_figure(bills: dict, # {kind of trace: {threshold: steps with .seco
     def make(kind):
         fig = go.Figure([go.Scatter(x=list(bills[kind]), y=[ms(v, f) for v in bills[kind].values()], name=name, mode="lines+markers") for name, f in parts.items()])
         return fig.update_layout(title="How much does the threshold matter?", xaxis_title="balance ratio above which experts move", yaxis=dict(title="ms a step", range=[0, top]))
-    return sweep(make, "trace: ", list(bills))
+    return sweep(make, "trace", list(bills))
 
 # %% ../../nbs/viz/09_placement.ipynb #113e17dd
 def prediction_figure(rows: list[dict], # of bench.placement: case with kind, predicted and measured [s]
