@@ -1,4 +1,6 @@
 """models.distill and models.pr_moe: losses against their definitions, memory, stages, layouts."""
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,31 @@ def test_no_tensor_of_all_logits_exists():
         ce, kl = chunked_losses(h, W, torch.randint(V, (N,)), torch.randn(N, D), torch.randn(V, D), chunk=chunk)
         (ce + kl).sum().backward()
     assert max(N * chunk, V * D) >= seen.n > 0 and seen.n < N * V / 4
+
+
+class Alive(TorchDispatchMode):
+    "The most bytes of tensors made inside that live at a time."
+    def __init__(self): super().__init__(); self.now = self.most = 0; self.seen = set()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            s = t.untyped_storage() if isinstance(t, torch.Tensor) else None
+            if s is None or (key := s._cdata) in self.seen: continue
+            self.seen.add(key); self.now += s.nbytes(); self.most = max(self.most, self.now)
+            def gone(key=key, n=s.nbytes()): self.seen.discard(key); self.now -= n
+            weakref.finalize(s, gone)
+        return out
+
+
+def test_six_slices_live_at_a_time():
+    "What the docstring says; written plainly, eight tensors of all logits."
+    T, V, D, chunk = 256, 2048, 4, 128
+    h, W, y, h_t, W_t = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.randint(V, (T,)), torch.randn(T, D), torch.randn(V, D)
+    def most(loss):
+        with Alive() as alive: loss().backward()
+        return alive.most / (4 * T)
+    assert 5 < most(lambda: sum(l.mean() for l in chunked_losses(h, W, y, h_t, W_t, chunk=chunk))) / chunk < 7
+    assert most(lambda: F.cross_entropy(h @ W.t(), y) + kd_loss(h @ W.t(), h_t @ W_t.t()).mean()) / V > 7
 
 
 def test_bf16_is_close_to_float32():

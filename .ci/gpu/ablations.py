@@ -3,23 +3,25 @@
     python ablations.py REPO [OUT] [EXPERIMENT ...]      # OUT: default $OUT or .; EXPERIMENT: default all
 
 Text: the source of packages installed there (torch, numpy, networkx, ...; sympy for fine-tuning). Checkpoints go to
-RUNS (default /tmp/ablations: kept while the machine is warm), results to OUT/ablations.json after every run. Run again
-with the same OUT to go on. All GPUs that are visible are used. JOBS: processes a GPU (default 8). LIMIT: seconds after
-which no new run starts (default 530). STEPS: of each run (default: as in SCALES).
+RUNS (default /tmp/ablations: kept while the machine is warm); after every run, results go to OUT/ablations.json and, with
+the loss of each step, to OUT/ablations_logs.json.gz. Run again with the same OUT to go on. All GPUs that are visible are used. JOBS: processes a GPU (default 8). LIMIT: seconds after
+which no new run starts (default 530). STEPS: of each run (default: as in SCALES). SCALE=cpu DEVICE=cpu JOBS=1: the size
+of a CPU, as stored.
 """
-import json, os, sys, time, traceback
+import gzip, json, os, sys, time, traceback
 from concurrent.futures import ProcessPoolExecutor, wait, FIRST_COMPLETED
 from multiprocessing import get_context
 from pathlib import Path
 
 RUNS = os.environ.get("RUNS", "/tmp/ablations")
-SEEDS, SCALE, DEVICE = int(os.environ.get("SEEDS", 3)), os.environ.get("SCALE", "gpu"), os.environ.get("DEVICE")     # the last two: to try this script on a CPU
+SEEDS, SCALE, DEVICE = int(os.environ.get("SEEDS", 3)), os.environ.get("SCALE", "gpu"), os.environ.get("DEVICE")
 
 
 def scale_of(a):
     from dataclasses import replace
     s = a.SCALES[SCALE]
-    steps = int(os.environ.get("STEPS", s.train.steps))
+    if "STEPS" not in os.environ: return s
+    steps = int(os.environ["STEPS"])
     return replace(s, train=replace(s.train, steps=steps, warmup=steps // 10, eval_every=steps // 4, save_every=steps))
 
 
@@ -67,8 +69,8 @@ def main():
     main_text, other_text = corpora(repo)
     print(f"{time.time() - began:.1f} s: {main_text!r}; {other_text!r}", flush=True)
     want = [(e, name, seed, a.seeded(arm, seed)) for seed in range(SEEDS) for e in chosen for name, arm in plan[e].items()]
-    state = json.loads(result.read_text()) if result.exists() else {"measured": {}}
-    measured = state["measured"]                                       # folder name -> what run_arm said
+    kept = Path(RUNS) / f"measured-{SCALE}.json"
+    measured = json.loads(kept.read_text()) if kept.exists() else {}   # folder name -> what run_arm said
     key = lambda arm: a.folder(arm, "").name
     arms = {}
     for *_, arm in want:
@@ -77,11 +79,13 @@ def main():
 
     def write(note=""):
         rows = [{"experiment": e, "arm": n, "seed": s, **measured[key(arm)]} for e, n, s, arm in want if key(arm) in measured]
-        where = f"{DEVICE or torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16 autocast"
-        text = {"main": repr(main_text), "other": repr(other_text)}
-        beside = result.with_suffix(".tmp")
-        beside.write_text(json.dumps({"where": where, "text": text, "runs": rows, "measured": measured}, indent=1))
-        os.replace(beside, result)
+        where = f"{DEVICE or torch.cuda.get_device_name()}, PyTorch {torch.__version__}" + ", bf16 autocast" * (not DEVICE)
+        about = {"scale": SCALE, "where": where, "text": {"main": repr(main_text), "other": repr(other_text)}}
+        slim = [{k: v for k, v in o.items() if k not in ("loss", "curve")} for o in rows]
+        for path, data in ((kept, json.dumps(measured).encode()), (result, json.dumps({**about, "runs": slim}, indent=1).encode()),
+                           (out / "ablations_logs.json.gz", gzip.compress(json.dumps({**about, "runs": rows}).encode(), mtime=0))):
+            path.with_suffix(".tmp").write_bytes(data)
+            os.replace(path.with_suffix(".tmp"), path)
 
     spawn = get_context("spawn")
     counter = spawn.Value("i", 0)

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Arm', 'seeded', 'experiments', 'python_sources', 'texts', 'folder', 'freeze_experts', 'train_arm',
-           'run_arm', 'ablate', 'mean_sd', 'Claim', 'claims', 'verdict', 'stored']
+           'run_arm', 'ablate', 'mean_sd', 'Printed', 'Question', 'questions', 'interval', 'gains', 'Claim', 'claims',
+           'verdict', 'stored', 'logged', 'report']
 
 # %% ../../nbs/models/07_ablations.ipynb #b1305578
-import hashlib, json, os, statistics
+import gzip, hashlib, json, os, statistics
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..core.arguments import whole
 from .corpus import Corpus, load_corpus
 from .distill import Distill
 from .gpt import GPTConfig, ResidualMoE, every, num_params
@@ -29,8 +31,8 @@ class Scale:
     experts: int
 
 SCALES = {
-    "cpu": Scale(GPTConfig(1024, d_model=96, num_layers=4, num_heads=4, d_hidden=384, activation="gelu"),
-                 TrainConfig(steps=300, eval_every=100), experts=8),
+    "cpu": Scale(GPTConfig(1024, d_model=64, num_layers=4, num_heads=4, d_hidden=256, activation="gelu"),
+                 TrainConfig(steps=200, batch_size=8, warmup=20, eval_every=50), experts=8),
     "gpu": Scale(GPTConfig(4096, d_model=256, num_layers=8, num_heads=8, d_hidden=1024, activation="gelu"),
                  TrainConfig(steps=500, batch_size=32, context=256, lr=2e-3, warmup=50, eval_every=125, save_every=500), experts=16),
 }
@@ -67,10 +69,10 @@ def experiments(scale: Scale) -> dict[str, dict[str, Arm]]: # experiment -> name
         "halves": {f"{which} half": at(half(every(2, L, E), which)) for which in ("first", "second")},
         "residual": {"top-1": at(second), "top-2": at(second, top_k=2), "residual": at(second, residual="sum"), "residual, mixed": at(second, residual="mix")},
         "pyramid": {f"MoE-{E}": at(second), f"MoE-{4 * E}": at(every(2, L, 4 * E)), f"Pyramid-{E}/{2 * E}": at(pyramid(L, E, 2 * E, wide=1)),
-                    f"Residual-{E}": at(second, residual="sum"), f"PR-MoE-{E}/{2 * E}": pr},
+                    f"Residual-{E}": at(second, residual="sum"), f"PR-MoE-{E}/{2 * E}": pr, f"PR-MoE-{E}/{2 * E}, mixed": replace(pr, model=replace(pr.model, residual="mix"))},
+        "students": {"teacher": pr, "no KD": student, "full KD": replace(student, teacher=pr, stop=1.), "staged KD": replace(student, teacher=pr, stop=0.7)},
         "drops": {"dense": at(), "capacity 1.0": at(second, capacity_factor=1.0), "capacity 2.0": at(second, capacity_factor=2.0), "dropless": at(second)},
         "balance": {f"{b:g}": at(second, replace(scale.train, balance=b)) for b in (0., 1e-3, 1e-2, 1e-1)},
-        "students": {"teacher": pr, "no KD": student, "full KD": replace(student, teacher=pr, stop=1.), "staged KD": replace(student, teacher=pr, stop=0.7)},
         "frozen": {"dense": Arm(dense, tune, base=at()), "all tuned": Arm(at(second).model, tune, base=at(second)), "experts frozen": Arm(at(second).model, tune, base=at(second), frozen=True)},
     }
 
@@ -88,7 +90,7 @@ def texts(name: str) -> tuple[Corpus, Corpus]: # 'cpu' or 'gpu' -> text to train
     "The two corpora of a scale, with the tokenizer of the first."
     vocab = SCALES[name].model.vocab_size
     main = load_corpus(None if name == "cpu" else python_sources("torch", "numpy", "networkx", "fsspec", "setuptools"), vocab)
-    return main, load_corpus(python_sources("sympy"), tokenizer=main.tokenizer)
+    return main, load_corpus(python_sources("sympy.physics" if name == "cpu" else "sympy"), tokenizer=main.tokenizer)
 
 # %% ../../nbs/models/07_ablations.ipynb #b412fe45
 def folder(arm: Arm, out: str | Path) -> Path: return Path(out) / hashlib.sha256(repr(arm).encode()).hexdigest()[:16]
@@ -112,12 +114,13 @@ def train_arm(arm: Arm, main: Corpus, other: Corpus, out: str | Path, device=Non
     return fit(arm.model, arm.train, corpus, folder(arm, out), device, **kw)
 
 def run_arm(arm: Arm, main: Corpus, other: Corpus, out: str | Path, device=None, windows: int = 256) -> dict:
-    "Train and measure: validation loss [nats a token], share dropped, max/mean load, parameters, all-to-all bytes a token."
+    "Train and measure: validation loss [nats a token], share dropped, max/mean load, parameters, all-to-all bytes a token; `loss` of each step, `curve`: validation loss on the way."
     model, log = train_arm(arm, main, other, out, device)
     e, n = evaluate(model, (other if arm.base else main).valid, arm.train.context, windows=windows), num_params(arm.model)
     loads = [max(c) * len(c) / max(sum(c), 1) for c in e.get("counts", [])]
     return {"valid": e["valid"], "dropped": e.get("dropped", 0.), "imbalance": max(loads, default=0.), "total": n.total, "active": n.active,
-            "sent": exchange_bytes(arm.model, 1), "seconds": statistics.median(o["seconds"] for o in log if "seconds" in o)}
+            "sent": exchange_bytes(arm.model, 1), "seconds": statistics.median(o["seconds"] for o in log if "seconds" in o),
+            "loss": [round(o["loss"], 3) for o in log if "loss" in o], "curve": [(o["step"], round(o["valid"], 4)) for o in log if "valid" in o]}
 
 # %% ../../nbs/models/07_ablations.ipynb #9719ea99
 def ablate(experiment: str, # halves, residual, pyramid, drops, balance, students or frozen
@@ -130,7 +133,7 @@ def ablate(experiment: str, # halves, residual, pyramid, drops, balance, student
     if scale not in SCALES: raise ValueError(f"scale must be one of {sorted(SCALES)}, got {scale!r}")
     arms = experiments(SCALES[scale])
     if experiment not in arms: raise ValueError(f"experiment must be one of {list(arms)}, got {experiment!r}")
-    if seeds < 1: raise ValueError(f"seeds must be >= 1, got {seeds}")
+    whole(seeds, "seeds")
     main, other = texts(scale)
     results = []
     for name, arm in arms[experiment].items():
@@ -144,47 +147,119 @@ def mean_sd(values: list[float]) -> tuple[float, float]:
     "Mean and sample standard deviation; 0 for a single value."
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.
 
+# %% ../../nbs/models/07_ablations.ipynb #56086d99
+@dataclass(frozen=True)
+class Printed:
+    "What a paper prints: gains of its arms over a reference arm, more is better. `order`: ranks, for it gives no numbers."
+    where: str
+    unit: str
+    gains: dict[str, float]
+    order: bool = False
+
+@dataclass(frozen=True)
+class Question:
+    "What an experiment asks, the arm that gains are counted from, and what papers say."
+    asks: str
+    reference: str
+    papers: tuple[Printed, ...]
+
+# %% ../../nbs/models/07_ablations.ipynb #ea3c522a
+def questions(scale: Scale) -> dict[str, Question]: # as experiments(scale)
+    "The seven questions. Numbers: DeepSpeed-MoE arXiv 2201.05596, MegaBlocks 2211.15841, Tutel 2206.03382; FlexMoE 2304.03946 at second hand."
+    deepspeed = lambda where, unit, gains, order=False: Printed(f"DeepSpeed-MoE, {where}", unit, gains, order)
+    return {
+        "halves": Question("Experts in the first or in the second half of the layers?", "first half",
+            (deepspeed("section 4.1, 350M", "better (an order, no numbers in the text)", {"second half": 1.}, True),)),
+        "residual": Question("One expert a token, two, or one and a fixed MLP?", "top-2",
+            (deepspeed("section 4.1, 350M with 32 experts", "better (an order, no numbers in the text)", {"residual": 0.}, True),)),
+        "pyramid": Question("Is PR-MoE as good as a model with four times the experts?", f"MoE-{4 * scale.experts}",
+            (deepspeed("figure 4, 350M", "nats below MoE-128 (about)", {"PR-MoE-32/64": -.01}), deepspeed("tables 2 and 4, 350M", "points above MoE-128, mean of six tasks", {"PR-MoE-32/64": 42.37 - 42.52}))),
+        "students": Question("Taught to the end, for a part of training, or not at all?", "no KD",
+            (deepspeed("tables 4 and 5, 350M", "points above no KD, mean of six tasks", {"teacher": 42.37 - 39.06, "full KD": 40.57 - 39.06, "staged KD": 41.43 - 39.06}),)),
+        "drops": Question("What do dropped tokens cost?", "dense", (Printed("MegaBlocks, section 3", "nats below dense", {"capacity 1.0": .15, "dropless": .26}),)),
+        "balance": Question("What does balance cost?", "0.01",
+            (Printed("Tutel, table 1, SwinV2-S", "points of accuracy above 0.01", {"0.001": 37.32 - 37.78, "0.1": 37.16 - 37.78, "1.0": 34.71 - 37.78}),
+             Printed("FlexMoE, Swin-MoE (strength not known)", "points of accuracy above a balance loss", {"no balance loss": 94.588 - 93.981}))),
+        "frozen": Question("Should experts rest while the rest is fine-tuned?", "dense",
+            (Printed("Tutel, table 10, COCO", "points of box AP above dense", {"all tuned": 51.3 - 53.0, "experts frozen": 53.4 - 53.0}),)),
+    }
+
 # %% ../../nbs/models/07_ablations.ipynb #511a22cb
+_t95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}     # two-sided, n - 1 degrees of freedom
+
+def interval(values: list[float]) -> tuple[float, float]: # mean, half-width; infinite for a single value
+    "95 % interval of a mean (Student's t)."
+    n = len(values)
+    return statistics.mean(values), _t95.get(n, 2.6) * statistics.stdev(values) / n ** 0.5 if n > 1 else float("inf")
+
+def gains(runs: list[dict], experiment: str, reference: str) -> dict[str, list[float]]: # arm -> of each seed [nats]
+    "How much lower than the reference's is the loss of each other arm with the same seed."
+    valid = {}
+    for o in runs:
+        if o["experiment"] == experiment: valid.setdefault(o["arm"], {})[o["seed"]] = o["valid"]
+    if reference not in valid: raise ValueError(f"reference must be one of {list(valid)}, got {reference!r}")
+    base = valid.pop(reference)
+    return {arm: [base[s] - v[s] for s in sorted(base.keys() & v.keys())] for arm, v in valid.items()}
+
+# %% ../../nbs/models/07_ablations.ipynb #8da873c4
 @dataclass(frozen=True)
 class Claim:
-    "A paper says that `better` beats `worse`, or with `equal` that they are on a par."
+    "A paper says that `better` beats `worse`, or with a `margin` [nats] that it is as good."
     experiment: str
     better: str
     worse: str
     says: str
-    equal: bool = False
-    id: str = ""                  # in the ledger of claims
+    margin: float | None = None
 
 def claims(scale: Scale) -> list[Claim]:
     "What the papers say about the arms of `experiments(scale)`."
     E = scale.experts
     return [
-        Claim("halves", "second half", "first half", "DeepSpeed-MoE, figure 2: experts in later layers help more"),
-        Claim("residual", "top-2", "top-1", "DeepSpeed-MoE, figure 2: a second expert helps"),
-        Claim("residual", "residual", "top-2", "DeepSpeed-MoE, section 4.1: as good as top-2, with half the traffic", equal=True, id="DS-02"),
-        Claim("pyramid", f"PR-MoE-{E}/{2 * E}", f"MoE-{4 * E}", "DeepSpeed-MoE, figure 4: within 0.01 of the model with four times the experts", equal=True, id="DS-04"),
-        Claim("drops", "dropless", "capacity 1.0", "MegaBlocks, section 3: 0.26 below dense instead of 0.15", id="MB-06"),
+        Claim("halves", "second half", "first half", "DeepSpeed-MoE, section 4.1: experts in later layers help more"),
+        Claim("residual", "top-2", "top-1", "what a second expert is for (no number printed)"),
+        Claim("residual", "residual", "top-2", "DeepSpeed-MoE, section 4.1: as good as top-2, with half the traffic", margin=.01),
+        Claim("pyramid", f"PR-MoE-{E}/{2 * E}", f"MoE-{4 * E}", "DeepSpeed-MoE, figure 4: within 0.01 of the model with four times the experts", margin=.01),
+        Claim("students", "full KD", "no KD", "DeepSpeed-MoE, table 5: 40.57 against 39.06, mean of six tasks"),
+        Claim("students", "staged KD", "full KD", "DeepSpeed-MoE, table 5: 41.43 against 40.57"),
+        Claim("drops", "dropless", "capacity 1.0", "MegaBlocks, section 3: 0.26 below dense instead of 0.15"),
         Claim("balance", "0", "0.01", "FlexMoE: 94.588 % without balance loss, 93.981 % with it"),
-        Claim("students", "full KD", "no KD", "DeepSpeed-MoE, table 5: 40.57 against 39.06, mean of six tasks", id="DS-05"),
-        Claim("students", "staged KD", "full KD", "DeepSpeed-MoE, table 5: 41.43 against 40.57", id="DS-05"),
-        Claim("frozen", "experts frozen", "all tuned", "Tutel, table 10: +0.4 AP over dense instead of -1.7", id="TU-13"),
+        Claim("balance", "0.01", "0.1", "Tutel, table 1: 37.78 % at 0.01, 37.16 % at 0.1"),
+        Claim("frozen", "experts frozen", "all tuned", "Tutel, table 10: +0.4 AP over dense instead of -1.7"),
     ]
 
-_t95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}     # two-sided, n - 1 degrees of freedom
-
-def verdict(runs: list[dict], claim: Claim) -> tuple[float, float, str]: # worse - better [nats], half-width of its 95 % interval, in words
+def verdict(runs: list[dict], claim: Claim) -> tuple[float, float, str]: # better - worse [nats lower], half-width of its 95 % interval, in words
     "Paired by seed. ValueError with fewer than two common seeds."
-    at = lambda arm: {o["seed"]: o["valid"] for o in runs if (o["experiment"], o["arm"]) == (claim.experiment, arm)}
-    a, b = at(claim.better), at(claim.worse)
-    d = [b[s] - a[s] for s in sorted(a.keys() & b.keys())]
+    d = gains(runs, claim.experiment, claim.worse).get(claim.better, [])
     if len(d) < 2: raise ValueError(f"runs: {claim.better!r} and {claim.worse!r} of {claim.experiment!r} need at least two common seeds, got {len(d)}")
-    mean, half_width = statistics.mean(d), _t95.get(len(d), 2.6) * statistics.stdev(d) / len(d) ** 0.5
-    if claim.equal: words = "on a par" if abs(mean) <= half_width else "better than claimed" if mean > 0 else "falls behind"
-    else: words = "appears" if mean > half_width else "the opposite appears" if mean < -half_width else "does not appear"
+    mean, half_width = interval(d)
+    low, high = mean - half_width, mean + half_width
+    if claim.margin is not None: words = "as good" if low > -claim.margin else "falls behind" if high < 0 else "undecided"
+    else: words = "appears" if low > 0 else "the opposite appears" if high < 0 else "does not appear"
     return mean, half_width, words
 
 # %% ../../nbs/models/07_ablations.ipynb #763ae9de
 def stored() -> dict | None:
-    "Results that were made once: {'where', 'text', 'runs'}; None before they have been."
+    "Results that were made once on a GPU: {'scale', 'where', 'text', 'runs'}; None before they have been."
     f = files("moe_lab") / "data" / "ablations.json"
     return json.loads(f.read_text()) if f.is_file() else None
+
+def logged() -> dict | None:
+    "Runs with their logs, as `stored`: `loss` of each step, `curve` [(step, validation loss)]."
+    f = files("moe_lab") / "data" / "ablations_logs.json.gz"
+    return json.loads(gzip.decompress(f.read_bytes())) if f.is_file() else None
+
+# %% ../../nbs/models/07_ablations.ipynb #2806ea5b
+def report(experiment: str, results: dict | None = None) -> None: # None: those of `stored`
+    "Arms with parameters, bytes and loss (mean and standard deviation over seeds), then each claim about them."
+    results = results or stored()
+    runs = [o for o in results["runs"] if o["experiment"] == experiment]
+    if not runs: raise ValueError(f"experiment must be one of {sorted({o['experiment'] for o in results['runs']})}, got {experiment!r}")
+    print(f"{'':22}{'parameters':>12}{'active':>12}{'bytes sent':>12}{'dropped':>9}{'max load':>9}   loss of {len({o['seed'] for o in runs})} seeds")
+    for arm in dict.fromkeys(o["arm"] for o in runs):
+        rows = [o for o in runs if o["arm"] == arm]
+        of = lambda key: mean_sd([o[key] for o in rows])
+        print(f"{arm:22}{rows[0]['total']:12,}{rows[0]['active']:12,}{rows[0]['sent']:12,}{of('dropped')[0]:9.1%}{of('imbalance')[0]:9.2f}   {of('valid')[0]:.4f} +- {of('valid')[1]:.4f}")
+    for c in claims(SCALES[results["scale"]]):
+        if c.experiment != experiment: continue
+        mean, half_width, words = verdict(runs, c)
+        print(f"\n{c.says}\n    {c.better} against {c.worse}: {mean:+.4f} +- {half_width:.4f} nats lower: {words}")

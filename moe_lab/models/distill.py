@@ -15,15 +15,21 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..core.arguments import number, whole
 from ..core.files import open_tensors
 from .gpt import GPT
 from .train import TrainConfig, lm_loss, routing_losses
 
 # %% ../../nbs/models/05_distill.ipynb #cda59b1a
+def _positive(temperature):
+    if not number(temperature, "temperature") > 0: raise ValueError(f"temperature must be > 0, got {temperature}")
+    return temperature
+
 def kd_loss(student_TV: Tensor, teacher_TV: Tensor, # logits
             temperature: float = 1.) -> Tensor: # (T,)
     "tau^2 * KL(teacher || student) of each token (Hinton et al. 2015). The readable form: holds both tensors of logits."
-    t, s = (F.log_softmax(z / temperature, -1) for z in (teacher_TV, student_TV))
+    if student_TV.shape != teacher_TV.shape: raise ValueError(f"student and teacher must have logits of one shape, got {tuple(student_TV.shape)} and {tuple(teacher_TV.shape)}")
+    t, s = (F.log_softmax(z / _positive(temperature), -1) for z in (teacher_TV, student_TV))
     return temperature ** 2 * (t.exp() * (t - s)).sum(-1)
 
 # %% ../../nbs/models/05_distill.ipynb #a0828840
@@ -81,8 +87,10 @@ def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and outp
                    temperature: float = 1.,
                    chunk: int = 8192, # tokens of the vocabulary at a time
                   ) -> tuple[Tensor, Tensor]: # cross-entropy (T,), tau^2 * KL (T,)
-    "Both losses of each token from features, holding at most two (T, chunk) tensors of logits; differentiable in h and W."
+    "Both losses of each token from features, holding about six (T, chunk) tensors at a time and none of (T, V); differentiable in h and W."
     if len(W_VD) != len(W_teacher_VD): raise ValueError(f"student and teacher must share a vocabulary, got {len(W_VD)} and {len(W_teacher_VD)} tokens")
+    if not len(h_TD) == len(y_T) == len(teacher_TD): raise ValueError(f"student, targets and teacher must have as many tokens, got {len(h_TD)}, {len(y_T)} and {len(teacher_TD)}")
+    whole(chunk, "chunk"); _positive(temperature)
     kind = h_TD.device.type
     if torch.is_autocast_enabled(kind):
         h_TD, W_VD, teacher_TD, W_teacher_VD = (t.to(torch.get_autocast_dtype(kind)) for t in (h_TD, W_VD, teacher_TD, W_teacher_VD))
@@ -128,9 +136,7 @@ class Distill:
     cache: TeacherCache | None = None
 
     def __post_init__(self):
-        if not self.alpha >= 0: raise ValueError(f"alpha must be >= 0, got {self.alpha}")
-        if not self.temperature > 0: raise ValueError(f"temperature must be > 0, got {self.temperature}")
-        if not 0 <= self.stop <= 1: raise ValueError(f"stop must be in [0, 1], a share of training, got {self.stop}")
+        number(self.alpha, "alpha"); _positive(self.temperature); number(self.stop, "stop, a share of training,", 0, 1)
 
     def __call__(self, model: GPT, x_BS: Tensor, y_BS: Tensor, config: TrainConfig, step: int = 0):
         "(loss to differentiate, what to log): see `lm_loss`."

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.arguments import whole
 from ..experts.layer import Experts, MoE
 
 # %% ../../nbs/models/02_gpt.ipynb #427c5983
@@ -41,7 +42,7 @@ class GPTConfig:
             if not (isinstance(getattr(self, name), int) and getattr(self, name) > 0): raise ValueError(f"{name} must be an int > 0, got {getattr(self, name)!r}")
         if len(self.layer_experts) != self.num_layers: raise ValueError(f"experts must be one number or one for each of {self.num_layers} layers, got {len(self.experts)}")
         for E in self.layer_experts:
-            if E < 0 or 0 < E < self.top_k: raise ValueError(f"experts must be 0 or at least top_k={self.top_k} in each layer, got {E}")
+            if 0 < whole(E, "experts", 0) < self.top_k: raise ValueError(f"experts must be 0 or at least top_k={self.top_k} in each layer, got {E}")
         if self.d_model % (2 * self.num_heads): raise ValueError(f"d_model must be a multiple of 2*num_heads={2 * self.num_heads} (RoPE turns pairs), got {self.d_model}")
         if self.num_heads % self.kv_heads: raise ValueError(f"num_heads must be a multiple of num_kv_heads={self.kv_heads}, got {self.num_heads}")
         if self.residual not in ("none", "sum", "mix"): raise ValueError(f"residual must be 'none', 'sum' or 'mix', got {self.residual!r}")
@@ -58,7 +59,7 @@ class GPTConfig:
 # %% ../../nbs/models/02_gpt.ipynb #7e104893
 def every(n: int, num_layers: int, num_experts: int) -> tuple[int, ...]:
     "Experts in every n-th layer: layer n, 2n, ... counted from 1 (DeepSpeed-MoE's rule). The others are dense."
-    if n < 1: raise ValueError(f"n must be >= 1, got {n}")
+    whole(n, "n"); whole(num_experts, "num_experts", 0)
     return tuple(num_experts if l % n == 0 else 0 for l in range(1, num_layers + 1))
 
 # %% ../../nbs/models/02_gpt.ipynb #5f335848

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster.groups import grid
+from ..core.arguments import whole
 from ..comm.alltoall import share
 from ..comm.parallel import ExpertParallel
 from ..experts.layer import MoE
@@ -24,10 +25,11 @@ def spread(experts: int | Sequence[int], # of each MoE layer, from the first; on
            n: int = 2, # MoE in layers n, 2n, ... counted from 1
           ) -> tuple[int, ...]: # for GPTConfig.experts
     "Experts of the MoE layers as experts of all layers, 0 where dense."
-    if not 1 <= n <= num_layers: raise ValueError(f"n must be in [1, num_layers={num_layers}], got {n}")
+    if whole(n, "n") > whole(num_layers, "num_layers"): raise ValueError(f"n must be in [1, num_layers={num_layers}], got {n}")
     m = num_layers // n
     counts = [experts] * m if isinstance(experts, int) else list(experts)
     if len(counts) != m: raise ValueError(f"experts must be one number or one for each of {m} MoE layers ({num_layers} layers, every {n}), got {len(counts)}")
+    for E in counts: whole(E, "experts", 0)
     return tuple(counts[l // n - 1] if l % n == 0 else 0 for l in range(1, num_layers + 1))
 
 def pyramid(num_layers: int,
@@ -37,8 +39,8 @@ def pyramid(num_layers: int,
             n: int = 2, # MoE in every n-th layer
            ) -> tuple[int, ...]:
     "PR-MoE's pyramid: the last `wide` MoE layers hold `top` experts, the others `base`."
-    m = num_layers // n
-    if not 0 <= wide <= m: raise ValueError(f"wide must be in [0, {m}], the number of MoE layers, got {wide}")
+    m = whole(num_layers, "num_layers") // whole(n, "n")
+    if whole(wide, "wide", 0) > m: raise ValueError(f"wide must be in [0, {m}], the number of MoE layers, got {wide}")
     return spread([base] * (m - wide) + [top] * wide, num_layers, n)
 
 # %% ../../nbs/models/04_pr_moe.ipynb #ca3fd5e8
@@ -59,6 +61,7 @@ def exchange_bytes(config: GPTConfig,
                    bytes_each: int = 2, # of a number: 2 for bf16
                   ) -> int:
     "What one rank hands to its all-to-alls in a forward pass, its own share included; backward sends as much again."
+    whole(tokens, "tokens", 0, 2**62); whole(bytes_each, "bytes_each")
     moe_layers = sum(E > 0 for E in config.layer_experts)
     return 2 * config.top_k * tokens * config.d_model * bytes_each * moe_layers
 
@@ -83,10 +86,9 @@ def layout(num_experts: int, num_ranks: int, # E, W
            ep: int | None = None, # None: the most ranks that divide W and each get an expert
           ) -> Layout:
     "The expert-parallel size of a layer and its groups (DeepSpeed-MoE, section 4.1.3)."
-    for name, v in (("num_experts", num_experts), ("num_ranks", num_ranks)):
-        if v < 1: raise ValueError(f"{name} must be >= 1, got {v}")
+    whole(num_experts, "num_experts"); whole(num_ranks, "num_ranks")
     if ep is None: ep = max(d for d in range(1, min(num_experts, num_ranks) + 1) if num_ranks % d == 0)
-    if ep < 1 or num_ranks % ep: raise ValueError(f"ep must divide num_ranks={num_ranks}, got {ep}")
+    if num_ranks % whole(ep, "ep"): raise ValueError(f"ep must divide num_ranks={num_ranks}, got {ep}")
     if ep > num_experts: raise ValueError(f"ep must be at most num_experts={num_experts}, or ranks have none, got {ep}")
     return Layout(num_experts, num_ranks, ep)
 

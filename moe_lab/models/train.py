@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..core.backend import find_device
-from ..core.arguments import short, whole
+from ..core.arguments import number, short, whole
 from ..core.files import open_tensors, parse_json, read_text
 from .corpus import Corpus, Windows, in_order, load_corpus
 from .gpt import GPT, GPTConfig, every, num_params
@@ -47,12 +47,12 @@ class TrainConfig:
     save_every: int = 100            # steps
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "context", "lr", "eval_every", "eval_windows", "save_every", "clip"):
-            if not getattr(self, name) > 0: raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "balance", "z", "lr_end"):
-            if not getattr(self, name) >= 0: raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        for name in ("steps", "batch_size", "context", "eval_every", "eval_windows", "save_every"): whole(getattr(self, name), name)
+        for name in ("lr", "clip"):
+            if not number(getattr(self, name), name) > 0: raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        whole(self.warmup, "warmup", 0); number(self.lr_end, "lr_end", 0, 1)
+        for name in ("weight_decay", "balance", "z"): number(getattr(self, name), name)
         whole(self.seed, "seed", 0, 2**40 - 1)                           # times a million, plus the step, is a seed of PyTorch
-        if not math.isfinite(self.lr): raise ValueError(f"lr must be finite, got {self.lr}")
 
 # %% ../../nbs/models/03_train.ipynb #6c654744
 def lr_at(step: int, config: TrainConfig) -> float:

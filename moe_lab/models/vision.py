@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.arguments import whole
 from ..experts.layer import MoE
 from .gpt import MLP
 from .train import TrainConfig, lr_at, make_optimizer, routing_losses
@@ -79,6 +80,8 @@ class SwinConfig:
     capacity_factor: float | None = 1.25
 
     def __post_init__(self):
+        for name in ("size", "window", "d_model", "heads", "classes", "top_k"): whole(getattr(self, name), name)
+        if 0 < whole(self.experts, "experts", 0) < self.top_k: raise ValueError(f"experts must be 0 or at least top_k={self.top_k}, got {self.experts}")
         if self.size % (2 * self.window): raise ValueError(f"size must be a multiple of 2*window={2 * self.window}, got {self.size}")
         if self.d_model % self.heads: raise ValueError(f"d_model must be a multiple of heads={self.heads}, got {self.d_model}")
 

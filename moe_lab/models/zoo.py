@@ -10,6 +10,7 @@ import difflib
 from collections import Counter
 from dataclasses import dataclass
 
+from ..core.arguments import whole
 from .gpt import GPTConfig, NumParams
 
 # %% ../../nbs/models/06_zoo.ipynb #a4d04f1c
@@ -114,8 +115,8 @@ class Recipe:
 
     @property
     def steps(self):
-        "Optimizer steps; None when tokens, batch or context are not known."
-        return None if None in (self.tokens, self.batch, self.context) else int(self.tokens // (self.batch * self.context))
+        "Optimizer steps, rounded; None when tokens, batch or context are not known."
+        return None if None in (self.tokens, self.batch, self.context) else round(self.tokens / (self.batch * self.context))
 
 # %% ../../nbs/models/06_zoo.ipynb #98b50d19
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ class Model:
                          moe.top_k, self.recipe.capacity_factor, residual, "swiglu" if one.glu else "gelu", one.attention.kv_heads)
 
     def _context(self, context):
-        s = context or self.recipe.context or self.positions
+        if context is not None: return whole(context, "context")
+        s = self.recipe.context or self.positions
         if not s: raise ValueError(f"context must be given: {self.name} does not say")
         return s
 
