@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOWS', 'RULES', 'DIRECTIONS', 'VERDICTS', 'COLUMNS', 'Claim', 'parse', 'holds', 'direction', 'verdict', 'ledger',
-           'Result', 'evaluate', 'short', 'counts', 'page', 'record', 'claims']
+           'Result', 'evaluate', 'short', 'counts', 'page', 'record', 'lines', 'beside', 'claims']
 
 # %% ../nbs/95_claims.ipynb #ca69a426
 import csv, html as _html, json as _json
@@ -213,13 +213,23 @@ def record(r: Result) -> dict:
     return dict(id=c.id, system=c.system, claim=c.claim, paper=c.paper, unit=c.unit, own=r.own, how=c.how, verdict=r.verdict, rule=c.rule, target=c.target,
                 bound=c.bound, number=c.number, args=c.args, note="; ".join(filter(None, (r.why, c.note))), page=c.page, source=c.source)
 
+def lines(r: Result) -> str:
+    "A result as two lines of text."
+    c = r.claim
+    return f"{c.id:11} {r.verdict:15} {c.how:14} ours {short(r.own):28} paper {c.paper} {c.unit}\n{'':11} {c.claim}" + (f" [{r.why}]" if r.why else "")
+
+def beside(*ids: str): # of claims
+    "Print these claims with our numbers, computed now, beside the papers'. ValueError names an id that is none."
+    known = {c.id: c for c in ledger()}
+    for i in ids:
+        if i not in known: raise ValueError(f"ids must be claims of the ledger, got {i!r}")
+        print(lines(evaluate(known[i])))
+
 def claims(system: str = "", # only claims about this system, e.g. Tutel
            json: store_true = False, # print JSON
           ):
     "Recompute our numbers, print them beside the papers' with a verdict each."
     results = [evaluate(c) for c in ledger(system)]
     if json: print(_json.dumps([record(r) for r in results], indent=1)); return
-    for r in results:
-        c = r.claim
-        print(f"{c.id:11} {r.verdict:15} {c.how:14} ours {short(r.own):28} paper {c.paper} {c.unit}\n{'':11} {c.claim}" + (f" [{r.why}]" if r.why else ""))
+    for r in results: print(lines(r))
     print("\n" + counts(results))

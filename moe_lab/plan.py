@@ -28,7 +28,9 @@ def find_model(name: str) -> Model: # of the zoo, in any case; or the path of a 
     found = {n.lower(): m for n, m in zoo.items()}.get(name.lower())
     if found: return found
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file(): raise ValueError(f"model must be a config.json that exists or one of {sorted(zoo)}, got {name!r}")
+    if not path.is_file():
+        near = [n for n in zoo if name.lower() in n.lower()] or sorted(zoo)
+        raise ValueError(f"model must be a config.json that exists or one of the {len(zoo)} names of `moe-lab zoo`, got {name!r}; near it: {', '.join(near)}")
     return from_hf(path)
 
 def find_cluster(name: str) -> Cluster: # a preset ('nd_a100_v4', or 'nd_a100_v4:128' for 128 nodes), or the path of a YAML file
