@@ -128,6 +128,8 @@ _STAYS = dict(weights="weights and gradients outside the experts lie whole on ea
               activations="a single sequence needs that much: a shorter one, or context parallelism, would fit")
 _STAYS |= dict(gradients=_STAYS["weights"], optimizer=_STAYS["weights"], buffers=_STAYS["activations"], logits=_STAYS["activations"], gathered=_STAYS["weights"])
 
+def _giga(x): return f"{x / 1e9:.1f}" if x >= 1e8 else f"{x / 1e9:.1g}"      # 20 MB are not 0.0 GB
+
 def _why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried):
     "A sentence an engineer can act on."
     G = cluster.num_devices
@@ -137,10 +139,10 @@ def _why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried):
         if tokens >= groups * seq: return f"tokens must be a multiple of {groups * seq}, whole sequences of {seq} for each of {groups} data parallel groups, got {tokens}"
         return f"tokens must hold a whole sequence for each of {groups} or more data parallel groups, {groups * seq} tokens at seq {seq}, got {tokens}: a larger step, a shorter sequence, or fewer devices"
     parts = memory(model, cluster, s, tokens // G // s.micro, imbalance)
-    gb = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
-    return (f"{model.name} ({model.num_params().total / 1e9:.1f} B parameters) does not fit on {G} {cluster.device.name}: the leanest strategy "
-            f"(expert {s.expert}, tensor {s.tensor}, r {s.r}, micro {s.micro}{', recompute' if s.recompute else ''}) misses {miss / 1e9:.1f} GB on each device "
-            f"({gb} GB; {cluster.device.memory * (1 - RESERVED) / 1e9:.0f} GB usable); {_advice(model, cluster, tokens, seq, capacity_factor, imbalance, tried)}")
+    gb = ", ".join(f"{k} {_giga(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+    return (f"{model.name} ({_giga(model.num_params().total)} B parameters) does not fit on {G} {cluster.device.name}: the leanest strategy "
+            f"(expert {s.expert}, tensor {s.tensor}, r {s.r}, micro {s.micro}{', recompute' if s.recompute else ''}) misses {_giga(miss)} GB on each device "
+            f"({gb} GB; {cluster.device.memory * (1 - RESERVED) / 1e9:.3g} GB usable); {_advice(model, cluster, tokens, seq, capacity_factor, imbalance, tried)}")
 
 def _advice(model, cluster, tokens, seq, capacity_factor, imbalance, tried):
     "How many such devices would do: doubled until a step fits; or what does not shrink with them."
@@ -201,7 +203,10 @@ def plan(model: str, # a name of the zoo, or the path of a Hugging Face config.j
     if json:
         print(_json.dumps(dict(model=dict(name=m.name, params=n.total, active_params=n.active), cluster=asdict(c), tokens=tokens, seq=seq, plans=[p.record() for p in best],
                                across=far and far.record()), indent=1)); return
-    print(f"{m.name}: {n.total / 1e9:.1f} B parameters, {n.active / 1e9:.1f} B active; {c.name}: {c.num_devices} x {c.device.name}; "
+    print(f"{m.name}: {_giga(n.total)} B parameters, {_giga(n.active)} B active; {c.name}: {c.num_devices} x {c.device.name}; "
           f"{tokens} tokens a step in sequences of {seq}\n")
     print(_table(m, c, best))
     if far: print("\n" + explain(far))
+    if far and far.exact:
+        blocks, micro = sum(l.experts > 0 for l in m.layers), tokens // c.num_devices // far.tokens
+        print(f"  In a step {blocks} such blocks, {micro} micro-batch{'es' * (micro > 1)}: {blocks * micro * far.seconds:.3g} s; plan 1 above takes {best[0].time.seconds:.3g} s, optimizer and gradients of what every GPU holds included.")

@@ -7,13 +7,14 @@ __all__ = ['expert_devices', 'Choice', 'Advice', 'advise', 'explain']
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #7a034d82
 from dataclasses import asdict, dataclass, replace
-from math import isinf
+from math import isinf, prod
 
 from ..cluster.topology import device_bandwidth
+from ..core.arguments import check_type, whole
 from ..core.types import Cluster
 from .domain import traffic
 from .scale import Block, best_domains, block_of, seconds, tutel
-from .stream import Workload, best_p, share_of_domain
+from .stream import Workload, best_p, best_p_training, share_of_domain
 from ..models.zoo import Model
 from ..sim.collectives import group_sizes
 
@@ -31,12 +32,13 @@ def expert_devices(model: Model, cluster: Cluster) -> int: # W
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #68b1d04c
 @dataclass(frozen=True)
 class Choice:
-    """Domains for a block, forward and backward. `ratio`: compression (None: none); `share` p that still travels as tokens between data centres;
+    """Domains for a block, forward and backward. `ratio`: compression (None: none); `share` p that still travels as tokens between data centres; `best_share`, `training_share`: p* of `stream`, of forward and with gradients going home;
     `seconds` of a block; `traffic`: {level: bytes of a device: tokens, one of four exchanges; experts in; gradients out}; `copies`: bytes of gathered experts, all layers."""
     domains: tuple[int, ...]
     ratio: float | None
     share: float
     best_share: float
+    training_share: float
     seconds: float
     traffic: dict
     copies: float
@@ -49,7 +51,9 @@ def _choice(b, cluster, sizes, ratio, room, layers):
     w = Workload(b.data, b.sent(ratio), sizes[0], device_bandwidth(cluster, 0), b.before)
     ins, outs = traffic(d, b.data, b.sent(ratio)), traffic(d, b.data, b.expert * b.experts)
     sent = {l.name: dict(tokens=i["tokens"], experts=i["experts"], gradients=o["experts"]) for l, i, o in zip(cluster.levels, ins, outs)}
-    return Choice(d.domains, ratio, share_of_domain(sizes[0], d.domains[0]), best_p(w), t, sent, own * (d.copies - 1))
+    full, W = b.expert * b.experts, prod(sizes)
+    both = best_p_training(w, gradient=full / w.expert if w.expert else 1., mean=2 * b.expert * (W - 1) / W if ratio else 0.)
+    return Choice(d.domains, ratio, share_of_domain(sizes[0], d.domains[0]), best_p(w), both, t, sent, own * (d.copies - 1))
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #02616013
 @dataclass(frozen=True)
@@ -91,19 +95,21 @@ def advise(model: Model, cluster: Cluster,
            room: float = float("inf"), # bytes free on a device for copies of experts
            ratio: float = 50.) -> Advice:
     "Tokens or experts between the children of the cluster's outermost level."
-    if not tokens >= 1: raise ValueError(f"tokens must be >= 1, got {tokens}")
+    whole(tokens, "tokens"); check_type("room", room, float)
     if room != room: raise ValueError(f"room must be a number of bytes, got {room}")
     W = expert_devices(model, cluster)
     sizes, b = group_sizes(cluster, W), block_of(model, cluster, tokens, W, seq)
     plain = tutel(b, cluster, sizes)[1]
     here = cluster.num_devices // cluster.levels[0].size
     why = "one GPU: nothing travels" if cluster.num_devices == 1 else "one data centre: nothing crosses" if cluster.levels[0].size == 1 else \
-        f"the experts fill {W} GPUs, one data centre has {here}: no token has to leave it" if sizes[0] == 1 else ""
+        f"the experts fill {W} GPU{'s' * (W > 1)}, one data centre has {here}: no token has to leave it" if sizes[0] == 1 else ""
     if why: return Advice(cluster, tokens, sizes, plain, None, None, room, why)
     layers = sum(l.experts > 0 for l in model.layers)
     return Advice(cluster, tokens, sizes, plain, *(_choice(b, cluster, sizes, r, max(room, 0.), layers) for r in (None, ratio)), room)
 
 # %% ../../nbs/hybrid_ep/09_advice.ipynb #4b371eb6
+def _time(s): return f"{s:.3g} s" if s >= 1 else f"{1e3 * s:.3g} ms"
+
 def explain(a: Advice) -> str:
     "Lines for a terminal."
     dc = a.cluster.levels[0]
@@ -111,13 +117,13 @@ def explain(a: Advice) -> str:
     if a.why: return head + a.why + "."
     best = a.compressed if a.compress else a.exact
     where = " x ".join(f"{l.name} {n}" for l, n in zip(a.cluster.levels, a.sizes))
-    lines = [head + f"an expert group is {where}; times are of a MoE block with the layers before it, forward and backward, of {a.tokens} tokens a GPU; p* is the stream model's, of forward."]
+    lines = [head + f"an expert group is {where}; times are of a MoE block with the layers before it, forward and backward, of {a.tokens} tokens a GPU; p* is the stream model's, of forward and, second, with gradients going home."]
     for c in (a.exact, a.compressed):
         d = ", ".join(f"{l.name} {s} of {n}" for l, s, n in zip(a.cluster.levels, c.domains, a.sizes))
         name = "experts as they are" if c.ratio is None else f"compressed {c.ratio:g} times"
-        gain = f"{1e3 * c.seconds:.3g} ms, {a.plain / c.seconds:.2f}x over plain EP ({1e3 * a.plain:.3g} ms); copies {c.copies / 1e9:.2f} GB" if c.copies else f"plain EP, {1e3 * a.plain:.3g} ms"
-        lines.append(f"  {name:20} p* {c.best_share:.2f}; domains {d} (p {c.share:.2f}): {gain}")
+        gain = f"{_time(c.seconds)}, {a.plain / c.seconds:.2f}x over plain EP ({_time(a.plain)}); copies {c.copies / 1e9:.2f} GB" if c.copies else f"plain EP, {_time(a.plain)}"
+        lines.append(f"  {name:20} p* {c.best_share:.2f}, {c.training_share:.2f}; domains {d} (p {c.share:.2f}): {gain}")
         for level, t in c.traffic.items() if c.copies or c is a.exact else (): lines.append(f"    {level:>8}: tokens 4 x {t['tokens'] / 1e6:.3g} MB, experts {t['experts'] / 1e6:.3g} MB, gradients {t['gradients'] / 1e6:.3g} MB of a GPU")
     if a.room <= 0: lines.append("  a device has no memory left for copies of experts")
-    lines.append("  " + ("plain expert parallelism is best" if a.speedup == 1 else f"best: {a.speedup:.2f}x, domains {best.domains}") + ("; compressing pays in time, and changes what is learned." if a.compress else "; compressing does not pay."))
+    lines.append("  " + ("plain expert parallelism is best" if a.speedup == 1 else "no domain gains half a percent over plain EP" if a.speedup < 1.005 else f"best: {a.speedup:.2f}x, domains {best.domains}") + ("; compressing pays in time, and changes what is learned." if a.compress else "; compressing does not pay."))
     return "\n".join(lines)

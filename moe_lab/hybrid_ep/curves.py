@@ -13,6 +13,7 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
+from ..core.arguments import check_type, whole
 from ..core.types import Routing
 from ..experts.grouped import grouped_moe
 from ..experts.layer import Experts, MoE
@@ -50,6 +51,10 @@ class Migrated:
     ratio: float
     shared: bool = True
     always: bool = False
+
+    def __post_init__(self):
+        whole(self.ranks, "ranks"); check_type("ratio", self.ratio, float)
+        if not self.ratio > 0: raise ValueError(f"ratio must be > 0, got {self.ratio}")
 
     def __call__(self, x_TD: Tensor, r: Routing, experts: Experts) -> tuple[Tensor, None]:
         if not (experts.training or self.always): return experts(x_TD, r), None

@@ -9,8 +9,8 @@ __all__ = ['Domains', 'relation', 'count_pairs', 'groups', 'offset_groups', 'gat
 import math
 from dataclasses import dataclass
 from itertools import product
-from numbers import Integral
 
+from ..core.arguments import check_choice, check_type, number, whole
 from ..core.types import Cluster
 
 # %% ../../nbs/hybrid_ep/02_domain.ipynb #86772028
@@ -22,7 +22,7 @@ class Domains:
 
     def __post_init__(self):
         for name in ("sizes", "domains"):
-            if not all(isinstance(n, Integral) for n in getattr(self, name)): raise TypeError(f"{name} must be whole numbers, got {getattr(self, name)}")
+            for n in getattr(self, name): check_type(name, n, int)
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.sizes or len(self.sizes) != len(self.domains):
             raise ValueError(f"sizes and domains must have one entry a level, got {self.sizes} and {self.domains}")
@@ -43,15 +43,16 @@ class Domains:
 
     def place(self, m: int) -> tuple[int, ...]:
         "f(m), eq. 13: GPU m's index at each level, outside in."
-        if not 0 <= m < self.num_devices: raise ValueError(f"GPU must be in [0, {self.num_devices}), got {m}")
+        whole(m, "GPU", 0, self.num_devices - 1)
         out = []
         for n in reversed(self.sizes): m, i = divmod(m, n); out.append(i)
         return tuple(reversed(out))
 
     def number(self, place) -> int:
         "The GPU at a place: the inverse of f."
-        m = 0
-        for i, n in zip(place, self.sizes): m = m * n + i
+        m, place = 0, tuple(place)
+        if len(place) != len(self.sizes): raise ValueError(f"place must have an index for each of {len(self.sizes)} levels, got {place}")
+        for i, n in zip(place, self.sizes): m = m * n + whole(i, "place", 0, n - 1)
         return m
 
 # %% ../../nbs/hybrid_ep/02_domain.ipynb #fe5186c6
@@ -75,8 +76,7 @@ def count_pairs(d: Domains) -> dict: # {('AG'|'A2A', level): directed pairs}
 def groups(d: Domains, kind: str, # 'AG' or 'A2A'
            level: int) -> list[list[int]]:
     "All groups of a kind at a level, in order of their first member; each GPU is in exactly one (alone where S or SF/S is 1)."
-    if kind not in ("AG", "A2A"): raise ValueError(f"kind must be 'AG' or 'A2A', got {kind!r}")
-    if not 0 <= level < len(d.sizes): raise ValueError(f"level must be in [0, {len(d.sizes)}), got {level}")
+    check_choice("kind", kind, ("AG", "A2A")); whole(level, "level", 0, len(d.sizes) - 1)
     found = {}
     for m in range(d.num_devices):
         p = list(d.place(m))
@@ -102,7 +102,7 @@ def gathered_place(d: Domains, m: int) -> int:
 
 def expert_order(d: Domains, E: int) -> list[int]: # number of each expert in the exchange of tokens
     "Expert e belongs to GPU e // (E / GPUs); its number is its domain's, then `gathered_place`."
-    if E % d.num_devices: raise ValueError(f"E must be a multiple of the {d.num_devices} GPUs, got {E}")
+    if whole(E, "E", 0) % d.num_devices: raise ValueError(f"E must be a multiple of the {d.num_devices} GPUs, got {E}")
     each, out = E // d.num_devices, []
     for m in range(d.num_devices):
         domain = 0
@@ -130,8 +130,7 @@ def traffic(d: Domains, data: float, # D: bytes of tokens a GPU routes
             expert: float, # P_E: bytes of a GPU's own experts
            ) -> list[dict]: # one a level: bytes a GPU sends there as tokens (one way), and receives as experts; copies it then holds
     "Bytes of one forward exchange, per GPU and level; the paper leaves the order of levels open, ours gathers the outermost first."
-    for name, v in (("data", data), ("expert", expert)):
-        if not 0 <= v < math.inf: raise ValueError(f"{name} must be finite and >= 0 [B], got {v}")
+    number(data, "data"); number(expert, "expert")
     out, copies = [], 1
     for n, s in zip(d.sizes, d.domains):
         out.append(dict(tokens=data * (1 - s / n), experts=expert * copies * (s - 1), copies=copies * s))

@@ -11,6 +11,7 @@ import threading, time
 import torch.distributed as dist
 
 from ..comm.alltoall import Wire
+from ..core.arguments import check_type, whole
 
 # %% ../../nbs/hybrid_ep/04_link.ipynb #d3b1a360
 class Link:
@@ -20,7 +21,8 @@ class Link:
     """
     def __init__(self, dcs: int, bandwidth: float):
         W, me = dist.get_world_size(), dist.get_rank()
-        if not isinstance(dcs, int) or dcs < 1 or W % dcs: raise ValueError(f"dcs must divide the {W} ranks, got {dcs!r}")
+        if W % whole(dcs, "dcs"): raise ValueError(f"dcs must divide the {W} ranks, got {dcs}")
+        check_type("bandwidth", bandwidth, float)
         if not bandwidth > 0: raise ValueError(f"bandwidth must be > 0 [B/s], got {bandwidth}")
         size = W // dcs
         self.far = [r // size != me // size for r in range(W)]

@@ -20,7 +20,8 @@ from ..cluster.launch import collective_timeout, rank_device
 from ..comm.parallel import ExpertParallel, travel
 from ..comm.pipeline import Lane
 from ..comm.switch import _all_gather, _reduce_scatter
-from ..core.types import Dispatch, Routing, dispatch
+from ..core.arguments import check_type
+from ..core.types import Routing, dispatch
 from ..experts.dispatch import decode as to_tokens, encode as to_experts
 from ..experts.grouped import expert_mlp
 from ..experts.layer import Experts, MoE
@@ -61,6 +62,7 @@ class Communicator:
     """
     def __init__(self, domains: Domains, ratio: float | None = None, link: Link | None = None):
         W = dist.get_world_size()
+        check_type("domains", domains, Domains); check_type("ratio", ratio, float, None); check_type("link", link, Link, None)
         if domains.num_devices != W: raise ValueError(f"domains must cover the {W} ranks, got {domains.num_devices}")
         if ratio is not None and not ratio > 0: raise ValueError(f"ratio must be > 0 or None, got {ratio}")
         make = lambda lists: dist.new_subgroups_by_enumeration(lists, timeout=collective_timeout())[0]

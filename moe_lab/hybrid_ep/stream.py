@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..core.arguments import check_choice, number, whole
+
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #00b3765e
 @dataclass(frozen=True)
 class Workload:
@@ -23,11 +25,9 @@ class Workload:
     pre_expert: float
 
     def __post_init__(self):
-        if not (isinstance(self.gpus, int) and self.gpus >= 1): raise ValueError(f"gpus must be an int >= 1, got {self.gpus!r}")
-        if not (self.bandwidth > 0 and math.isfinite(self.bandwidth)): raise ValueError(f"bandwidth must be finite and > 0 [B/s], got {self.bandwidth}")
-        for n in ("data", "expert", "pre_expert"):
-            v = getattr(self, n)
-            if not (v >= 0 and math.isfinite(v)): raise ValueError(f"{n} must be finite and >= 0, got {v}")
+        whole(self.gpus, "gpus")
+        for n in ("data", "expert", "bandwidth", "pre_expert"): number(getattr(self, n), n)
+        if not self.bandwidth: raise ValueError("bandwidth must be > 0 [B/s], got 0: nothing would ever arrive")
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #f46d132a
 def _share(p):
@@ -73,8 +73,8 @@ def share_of_domain(gpus: int, size: int, # S, a divisor of G
                     convention: str = "definition", # 'definition': (G-S)/(G-1); 'section V-B': 1 - S/G, and 1 for S = 1
                    ) -> float:
     "p of a domain size."
-    if size < 1 or gpus % size: raise ValueError(f"size must divide gpus ({gpus}), got {size}")
-    if convention not in ("definition", "section V-B"): raise ValueError(f"convention must be 'definition' or 'section V-B', got {convention!r}")
+    if whole(gpus, "gpus") % whole(size, "size"): raise ValueError(f"size must divide gpus ({gpus}), got {size}")
+    check_choice("convention", convention, ("definition", "section V-B"))
     if size == 1: return 1.
     return (gpus - size) / (gpus - 1) if convention == "definition" else 1 - size / gpus
 
@@ -98,20 +98,21 @@ def training_latency(w: Workload, p, # share, a number
                      mean: float = 0., # bytes that an all-reduce sends beside these gradients, whatever p: the shared expert's
                     ) -> float:
     "Forward and backward of the block at share p [s]; gradients of gathered experts go home by reduce-scatter."
+    number(backward, "backward"); number(gradient, "gradient"); number(mean, "mean")
     home = gradient * gather_seconds(w, p) + mean / w.bandwidth
     return latency(w, p) + max(backward * w.pre_expert, home) + 2 * a2a_seconds(w, p)
 
 
 def best_p_training(w: Workload, backward: float = 2., gradient: float = 1., mean: float = 0.) -> float:
     "The share with the least forward + backward latency."
-    kinks, whole = [0., 1.], gather_seconds(w, 0.)
+    kinks, most = [0., 1.], gather_seconds(w, 0.)
     for times, hide in ((1., w.pre_expert), (gradient, backward * w.pre_expert - mean / w.bandwidth)):
-        if times * whole > 0: kinks.append(min(1., max(0., 1 - hide / (times * whole))))
+        if times * most > 0: kinks.append(min(1., max(0., 1 - hide / (times * most))))
     return min(kinks, key=lambda p: (training_latency(w, p, backward, gradient, mean), p))
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #db9061b6
 def per_gpu(uplink: float, # bandwidth of a data centre's link [B/s]
             gpus_per_dc: int, dcs: int, data: float, expert: float, pre_expert: float) -> Workload:
     "The workload of one GPU when the GPUs of a data centre share its uplink; traffic inside a data centre is not counted."
-    if gpus_per_dc < 1: raise ValueError(f"gpus_per_dc must be >= 1, got {gpus_per_dc}")
-    return Workload(data, expert, dcs, uplink / gpus_per_dc, pre_expert)
+    number(uplink, "uplink"); whole(dcs, "dcs")
+    return Workload(data, expert, dcs, uplink / whole(gpus_per_dc, "gpus_per_dc"), pre_expert)

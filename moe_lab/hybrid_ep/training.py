@@ -37,6 +37,9 @@ class Way:
     ratio: float | None = None
     bandwidth: float = float("inf")
 
+    def __post_init__(self):
+        if self.ratio is not None and self.domains is None: raise ValueError(f"ratio must be None when no expert travels (domains None), got {self.ratio}")
+
 
 def build(config: GPTConfig, way: Way, dtype: torch.dtype): # -> model, communicator (None: plain EP), link
     "The model of this rank: the same start values whatever the way."
