@@ -49,8 +49,8 @@ def _divisors(n):
 def sizes(model: Model, cluster: Cluster, capacity_factor: float | None = None) -> list[Strategy]:
     "Every expert and tensor parallel size and every r that divide model and cluster, with and without recomputation."
     out, G = [], cluster.num_devices
-    held = [l.experts for l in model.layers if l.experts]
-    heads = gcd(*(l.attention.heads for l in model.layers))
+    held = [l.experts for l in model.kinds if l.experts]
+    heads = gcd(*(l.attention.heads for l in model.kinds if l.attention))
     for t in (d for d in _divisors(gcd(cluster.levels[-1].size, heads)) if d & (d - 1) == 0):
         for w in (d for d in _divisors(G) if d <= 64 * max(held)) if held else [1]:
             for r in (0, *_divisors(max(1, w // min(held)))) if w > 1 else (1,):
@@ -101,12 +101,13 @@ def plans(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, 
     """The `top` strategies for a step of `tokens` tokens over the whole cluster, the fastest first.
     ValueError if none fits, saying by how much, why, and how many devices would do."""
     G = cluster.num_devices
-    whole(tokens, "tokens", 1, 2**40); whole(seq, "seq", 1, 2**24); whole(top, "top"); number(imbalance, "imbalance", 1.)
+    whole(tokens, "tokens", 1, 2**40); whole(seq, "seq", 1, 2**24); whole(top, "top"); number(imbalance, "imbalance", 1., 1e6)
     if tokens % G: raise ValueError(f"tokens must be a multiple of the {G} devices, got {tokens}")
     each, tried = tokens // G, _tried(model, cluster, tokens, seq, capacity_factor, imbalance)
     able = [s for s, miss in tried if not miss]
     if not able: raise ValueError(_why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried))
-    def run(s): return Plan(s, (t := step(model, cluster, s, each, seq, imbalance)), train_flops(model, seq) * each / t.seconds / cluster.device.flops)
+    known, flops = {}, train_flops(model, seq) * each / cluster.device.flops
+    def run(s): return Plan(s, (t := step(model, cluster, s, each, seq, imbalance, known)), flops / t.seconds)
     ranked = sorted(map(run, able), key=lambda p: p.time.seconds)
     more = [run(replace(p.strategy, degree=d, algo=a)) for p in ranked[:top] if p.time.busy.get("a2a") for d, a in exchanges(cluster) if (d, a) != (1, "linear")]
     return _distinct(sorted(ranked + more, key=lambda p: p.time.seconds), top)

@@ -124,7 +124,8 @@ def test_files_survive_and_foreign_ones_are_refused(tmp_path):
     for bad in ("", "{}", json.dumps(dict(slices=1, window=8, degrees=[1], algos=["linear"], choices={"x": {}})), "[1]",
                 *(json.dumps(dict(slices=2, window=8, degrees=[1], algos=["linear"], choices={"1": dict(r=1, degree=1, algo="linear")}) | wrong) for wrong in (
                     dict(slices="2"), dict(window=8.), dict(window=-8), dict(degrees=["a"]), dict(degrees=[]), dict(degrees=3), dict(algos=["magic"]), dict(choices=[]), dict(choices={"-1": dict(r=1, degree=1, algo="linear")}),
-                    *(dict(choices={"1": dict(r=1, degree=1, algo="linear") | c}) for c in (dict(r=-1), dict(r=3), dict(r="1"), dict(degree=0), dict(degree=None), dict(algo="magic"), dict(algo=[]), dict(more=1)))))):
+                    *(dict(choices={k: dict(r=1, degree=1, algo="linear")}) for k in (" 1 ", "1_0", "01", "+1", "")),
+                    *(dict(choices={"1": dict(r=1, degree=1, algo="linear") | c}) for c in (dict(r=-1), dict(r=3), dict(r="1"), dict(degree=0), dict(degree=2), dict(algo="2dh"), dict(degree=None), dict(algo="magic"), dict(algo=[]), dict(more=1)))))):
         (tmp_path / "bad.json").write_text(bad)
         with pytest.raises(ValueError): Dictionary.load(tmp_path / "bad.json")
 
@@ -132,4 +133,12 @@ def test_files_survive_and_foreign_ones_are_refused(tmp_path):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="window"): Dictionary(window=0)
     with pytest.raises(ValueError, match="slices"): trials(0)
+    for bad in (0, 2.5, True):
+        with pytest.raises((ValueError, TypeError), match="degree"): Pipelined(None, degree=bad)
+    for bad in (0, 2.5):
+        with pytest.raises((ValueError, TypeError), match="slices"): search(lambda o: 1., bad)
+    assert search(lambda o: o.degree, 4, iter((1, 2)), iter(("linear",)))[1].keys() == {Choice(r, d) for r in (0, 1, 2, 4) for d in (1, 2)}       # a list that is read once
+    book = Dictionary()
+    with pytest.raises(ValueError, match="none of 16 can run"): book(100, lambda o: float("inf"))
+    assert not book.choices
     with pytest.raises(ValueError, match="degree"): pipelined(torch.zeros(1, 1, 1), None, None, None, (), 0)

@@ -58,6 +58,14 @@ def test_rates_are_max_min_fair(n_ops, n_ports, seed):
         assert any(all(rate[i] / w[i] >= rate[j] / w[j] * (1 - 1e-9) for j in range(n_ops) if load[j, p]) for p in full)
 
 
+def test_many_taxes_slow_a_kernel_but_leave_a_number():
+    "Their product falls below the smallest float: the kernel stands still until they end, no NaN."
+    for n in (2, 200, 400):
+        sends = [Op(f"s{i}", stream=f"{i}", load={f"p{i}": 1.}, tax=.99) for i in range(n)]
+        t = simulate([Op("kernel", stream="compute", seconds=3.), Op("empty", stream="more"), *sends])
+        assert t["kernel"][1] == pytest.approx(4. - .01**n) and t["empty"] == (0., 0.) and t.seconds == t["kernel"][1]
+
+
 @pytest.mark.parametrize("ports", [1, 2, 4])
 def test_aggregated_equals_message_by_message(ports):
     "Linear all-to-all over two levels: one op a level, against every message."

@@ -11,7 +11,7 @@ import json, os, time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from math import log
+from math import inf, log
 from pathlib import Path
 
 import torch
@@ -110,8 +110,7 @@ def pipelined(x_ECD: Tensor, # rows for all experts, padded to one capacity
               degree: int = 1, # d; parts of the capacity (at most C)
              ) -> Tensor: # (E, C, D)
     "`back(experts(there(x)))` in `degree` parts whose exchange and compute overlap; values and gradients do not depend on it. Once differentiable."
-    if degree < 1: raise ValueError(f"degree must be >= 1, got {degree}")
-    degree = max(1, min(degree, x_ECD.shape[1]))
+    degree = max(1, min(whole(degree, "degree"), x_ECD.shape[1]))
     return overlapped(x_ECD, lambda x: x.tensor_split(degree, 1), lambda parts: torch.cat(parts, 1), [(there, experts, back)] * degree, weights)
 
 # %% ../../nbs/comm/03_pipeline.ipynb #6d88618d
@@ -128,7 +127,7 @@ class Pipelined(Switchable):
 
     def __post_init__(self):
         if self.capacity_factor is None: raise ValueError("capacity_factor must be a number (0: as needed, nothing dropped), got None: parts are cut along the capacity")
-        if self.degree < 1: raise ValueError(f"degree must be >= 1, got {self.degree}")
+        whole(self.degree, "degree")
 
     def through(self, z: Tensor, experts: Slices, weights: dict[str, Tensor]) -> Tensor:
         "The same values as Switchable's, part by part."
@@ -166,7 +165,8 @@ def search(seconds: Callable[[Choice], float], # of one trial
            degrees: Iterable[int] = DEGREES, algos: Iterable[str] = ALGOS,
           ) -> tuple[Choice, dict[Choice, float]]: # the fastest; every trial made
     "Ternary search over r in the divisors of `slices` below it; r = 0 and r = `slices` are tried anyway. Finds the best when time over r has one valley."
-    tried, best = {}, {}
+    whole(slices, "slices")
+    degrees, algos, tried, best = tuple(degrees), tuple(algos), {}, {}
     def at(r):
         if r not in best:
             options = [Choice(r, d, a) for d in degrees for a in algos]
@@ -182,7 +182,9 @@ def search(seconds: Callable[[Choice], float], # of one trial
         if at(inner[a]) <= at(inner[b]): hi = b - 1
         else: lo = a + 1
     for r in (0, slices, *inner[lo:hi + 1]): at(r)
-    return min(best.values(), key=lambda o: (tried[o], o)), tried
+    fastest = min(best.values(), key=lambda o: (tried[o], o))
+    if tried[fastest] == inf: raise ValueError(f"seconds must be finite for at least one choice: none of {len(tried)} can run, {fastest} neither")
+    return fastest, tried
 
 # %% ../../nbs/comm/03_pipeline.ipynb #cca40338
 class Dictionary:
@@ -219,8 +221,11 @@ class Dictionary:
         try:
             data = read_json(path, 2**24)
             new = cls(data["slices"], data["window"], data["degrees"], data["algos"])
-            new.choices = {whole(int(k), "key", 0): Choice(**c) for k, c in data["choices"].items()}
+            new.choices = {int(k): Choice(**c) for k, c in data["choices"].items()}
+            if wrong := [k for k in data["choices"] if str(int(k)) != k or int(k) < 0]: raise ValueError(f"keys must be whole numbers >= 0, got {short(wrong[0])}")
             if wrong := [c for c in new.choices.values() if c.r and new.slices % c.r]: raise ValueError(f"r must be 0 or divide the {new.slices} slices, got {wrong[0]}")
+            if wrong := [c for c in new.choices.values() if c.degree not in new.degrees or c.algo not in new.algos]:
+                raise ValueError(f"choices must be of the degrees {new.degrees} and algos {new.algos}, got {wrong[0]}")
         except (KeyError, TypeError, AttributeError, ValueError) as e: raise ValueError(f"{path} holds no dictionary of choices: {e!r}") from None
         return new
 

@@ -45,6 +45,6 @@ def whole(value, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
 # %% ../../nbs/core/04_arguments.ipynb #2a96efc0
 def number(value, name: str, least: float = 0., most: float = math.inf) -> float:
     "`value` if it is a finite number in [least, most]; else an error that says so."
-    if isinstance(value, bool) or not isinstance(value, Real): raise TypeError(f"{name} must be a number, got {short(value)}")
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)): raise TypeError(f"{name} must be a number, got {short(value)}")
     if not (least <= value <= most and math.isfinite(value)): raise ValueError(f"{name} must be finite and {f'>= {least:g}' if most == math.inf else f'in [{least:g}, {most:g}]'}, got {short(value)}")
     return float(value)

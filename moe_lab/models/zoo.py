@@ -9,6 +9,7 @@ __all__ = ['zoo', 'Attention', 'LatentAttention', 'WindowAttention', 'Layer', 'R
 import difflib
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..core.arguments import whole
 from .gpt import GPTConfig, NumParams
@@ -138,16 +139,22 @@ class Model:
     @property
     def d_model(self): return self.layers[-1].d_model
 
+    @cached_property
+    def kinds(self) -> Counter:
+        "Different layers and how often each occurs: what costs per layer is computed once a kind."
+        return Counter(self.layers)
+
     def num_params(self) -> NumParams:
         "Parameters in all, those that one token meets, and both for each layer. Embeddings count as active."
-        layers = tuple(l.params() for l in self.layers)
+        each = {l: l.params() for l in self.kinds}
+        layers = tuple(each[l] for l in self.layers)
         rest = self.d_model * (self.vocab * (1 if self.tied else 2) + self.positions + self.norm) + self.extra
         return NumParams(rest + sum(t for t, _ in layers), rest + sum(a for _, a in layers), layers)
 
     def flops_per_token(self, context: int | None = None) -> int:
         "FLOPs of one forward: 2 a weight, all pairs of the context in attention (a causal kernel does half of those), and the logits."
         s = self._context(context)
-        return sum(2 * l.weights() + 2 * s * l.attention.scores() for l in self.layers) + 2 * self.vocab * self.d_model
+        return sum(n * (2 * l.weights() + 2 * s * l.attention.scores()) for l, n in self.kinds.items()) + 2 * self.vocab * self.d_model
 
     def train_flops(self, tokens: float | None = None, context: int | None = None) -> float:
         "FLOPs of a training: forward and backward are three forwards. Default: the recipe's tokens."
@@ -313,7 +320,7 @@ def show_model(model: str = "", # name of a model; none: list all
     print(f"{m.name}: {n.total/1e9:.3f} B parameters, {n.active/1e9:.3f} B active" + (f" (printed: {m.published/1e9:g} B)" if m.published else ""))
     print(f"weights {m.weight_bytes()/1e9:.1f} GB in 16 bit, training state {m.train_bytes()/1e9:.1f} GB with Adam")
     if not any(isinstance(l.attention, WindowAttention) for l in m.layers): print(f"forward {m.flops_per_token(context)/1e9:.2f} GFLOP a token at {context} tokens of context")
-    for l, count in Counter(m.layers).items():
+    for l, count in m.kinds.items():
         what = [f"MLP {l.d_ffn}"] * bool(l.d_ffn) + [f"top-{l.top_k} of {l.experts} experts of {l.d_expert}"] * bool(l.experts) + [f"shared {l.d_shared}"] * bool(l.d_shared)
         print(f"{count:3d} layers of width {l.d_model}, {', '.join(what)}: {l.params()[0]/1e6:.2f} M each")
     print("recipe", {k: v for k, v in vars(m.recipe).items() if v is not None}, "|", m.source, "|", m.note)

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,8 @@ class Op:
 
     def __post_init__(self):
         object.__setattr__(self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after))
-        for what, v in (("seconds", self.seconds), *((f"load on {p!r}", v) for p, v in self.load.items())): number(v, f"{what} of op {self.name!r}", 0, 1e15)
-        number(self.bytes, f"bytes of op {self.name!r}")
-        number(self.messages, f"messages of op {self.name!r}", 1e-18, 1e18)
-        number(self.tax, f"tax of op {self.name!r}", 0, .99)
+        for n, least, most in (("seconds", 0, 1e15), ("bytes", 0, 1e30), ("messages", 1e-18, 1e18), ("tax", 0, .99)): number(getattr(self, n), f"{n} of op {self.name!r}", least, most)
+        for p, v in self.load.items(): number(v, f"load on {p!r} of op {self.name!r}", 0, 1e15)
 
     @property
     def alone(self):
@@ -124,7 +123,7 @@ def _edges(ops):
     if len(index) < len(ops):
         twice = next(n for n, c in Counter(o.name for o in ops).items() if c > 1)
         raise ValueError(f"op names must be unique, got {twice!r} more than once")
-    followers, waits, last = [[] for _ in ops], np.zeros(len(ops), int), {}
+    followers, waits, last = [[] for _ in ops], [0] * len(ops), {}
     for i, o in enumerate(ops):
         unknown = [a for a in o.after if a not in index]
         if unknown: raise ValueError(f"op {o.name!r} waits for {unknown}, which are no ops")
@@ -137,25 +136,25 @@ def _edges(ops):
     return followers, waits
 
 # %% ../../nbs/sim/01_events.ipynb #a6cdfbdb
+NOTHING = 1e-18     # [s] shorter times are none: their reciprocals would leave the range of floats
+
 def _rates(ops, loads, running, draining):
     "How fast each running op advances: fixed time in seconds a second, load in whole ops a second."
     taxed = {}
     for i in running:
         if ops[i].tax: taxed[ops[i].device] = taxed.get(ops[i].device, 1.) * (1 - ops[i].tax)
-    rate = np.array([taxed.get(ops[i].device, 1.) if not loads[i] else 1. for i in running])
+    rate = [1. if loads[i] else max(taxed.get(ops[i].device, 1.), NOTHING) for i in running]       # slow, never still
     flows = [j for j, i in enumerate(running) if draining[i]]
-    if len(flows) == 1: rate[flows] = 1 / max(loads[running[flows[0]]].values())
+    if len(flows) == 1: rate[flows[0]] = 1 / max(loads[running[flows[0]]].values())
     elif flows:
         names = {}
         entries = [(s, n, names.setdefault(p, len(names))) for n, j in enumerate(flows) for p, s in loads[running[j]].items()]
         load, op, port = (np.array(c) for c in zip(*entries))
         weight = np.array([ops[running[j]].messages / max(loads[running[j]].values()) for j in flows])
-        rate[flows] = share_ports(load, op, port, weight)
+        for j, r in zip(flows, share_ports(load, op, port, weight).tolist()): rate[j] = r
     return rate
 
 # %% ../../nbs/sim/01_events.ipynb #dc81ac84
-NOTHING = 1e-18     # [s] shorter times are none: their reciprocals would leave the range of floats
-
 def simulate(ops: Iterable[Op]) -> Timeline:
     "Run `ops` to the end in virtual time. Raises ValueError on unknown or circular waits."
     ops = tuple(ops)
@@ -171,8 +170,8 @@ def simulate(ops: Iterable[Op]) -> Timeline:
             running.append(i)
         ready = []
         rate = _rates(ops, loads, running, draining)
-        need = np.array([left[i] for i in running]) / rate
-        dt = float(need.min())
+        need = [left[i] / r if r else inf for i, r in zip(running, rate)]
+        dt = min(need)
         now += dt
         still = []
         for i, r, n in zip(running, rate, need):

@@ -116,7 +116,7 @@ class Strategy(_Sharing):
             if G % getattr(self, n): raise ValueError(f"{n} must divide the {G} devices, got {getattr(self, n)}")
             group_sizes(cluster, getattr(self, n))
             group_sizes(cluster, G // getattr(self, n), getattr(self, n))       # those that sum its gradients
-        for l in dict.fromkeys(model.layers):
+        for l in model.kinds:
             if l.attention and l.attention.heads % self.tensor: raise ValueError(f"tensor must divide the {l.attention.heads} heads, got {self.tensor}")
             if not (E := l.experts): continue
             if E % self.expert and self.expert % E: raise ValueError(f"expert must divide the {E} experts or be a multiple of them, got {self.expert}")
@@ -246,6 +246,9 @@ def _gather(cluster, bytes, size, stride): return all_gather_phases(cluster, byt
 def _reduce(cluster, bytes, size, stride): return all_reduce_phases(cluster, bytes, group=group_sizes(cluster, size, stride)) if size > 1 else []
 
 # %% ../../nbs/sim/04_step.ipynb #92f8df46
+def _check_work(tokens, seq=1, imbalance=1.):
+    whole(tokens, "tokens", 0, 2**40); whole(seq, "seq", 1, 2**24); number(imbalance, "imbalance", 1., 1e6)
+
 def _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync):
     l = _Layer(layer, cluster, strategy, tokens, seq, imbalance)
     if sync: l.sync()
@@ -256,6 +259,7 @@ def _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync):
 def layer_time(layer: Layer, cluster: Cluster, strategy: Strategy, tokens: int, seq: int = 4096, imbalance: float = 1.,
                back: bool = False, sync: bool = False) -> Timeline:
     "One layer, `tokens` a device, forward or backward; with `sync`, beside the gradients of the layer above."
+    _check_work(tokens, seq, imbalance)
     return _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync)[0]
 
 # %% ../../nbs/sim/04_step.ipynb #b3e16ab4
@@ -276,9 +280,10 @@ def _saved(l: Layer, s: Strategy, T: int, imbalance: float = 1.) -> float:
 # %% ../../nbs/sim/04_step.ipynb #633117d1
 def memory(model: Model, cluster: Cluster, strategy: Strategy, tokens: int, imbalance: float = 1.) -> dict[str, float]:
     "Bytes on the busiest device, by what takes them, for `tokens` a device and micro-batch."
-    s, G, T, kinds = strategy, cluster.num_devices, tokens, Counter(model.layers)
-    dense = (_around(model) + sum(map(_dense, model.layers))) / s.tensor
-    expert = sum(l.experts * l.expert() for l in model.layers if l.experts) / s.expert
+    _check_work(tokens, imbalance=imbalance)
+    s, G, T, kinds = strategy, cluster.num_devices, tokens, model.kinds
+    dense = (_around(model) + sum(n * _dense(l) for l, n in kinds.items())) / s.tensor
+    expert = sum(n * l.experts * l.expert() for l, n in kinds.items()) / s.expert
     saved = {l: _saved(l, s, T, imbalance) for l in kinds}
     whole_layers = lambda of: max(of.values()) if s.recompute else sum(kinds[l] * v for l, v in of.items())      # alive at a time
     kept = whole_layers(saved) + (sum(n * l.d_model for l, n in kinds.items()) if s.recompute else 0)
@@ -329,34 +334,52 @@ COMMUNICATION = ("a2a", "weights", "grads", "tensor")
 # %% ../../nbs/sim/04_step.ipynb #813c7c25
 def exposed(t: Timeline) -> dict[str, float]:
     "Each moment of `t` given to one part: to the kernel that runs, else to the first exchange in flight."
-    cuts = sorted({*t.start, *t.end})
-    out, spans = Counter(), sorted(zip(t.start, t.end, (o.stream != "compute" for o in t.ops), range(len(t.ops))))
-    for a, b in zip(cuts, cuts[1:]):
-        _, i = min(((idle, i) for s, e, idle, i in spans if s <= a and e >= b), default=(None, None))
-        out["idle" if i is None else t.ops[i].name.split(".")[0]] += b - a
+    out, free = Counter(), [(0., t.seconds)]          # moments that nobody has yet
+    for o, s, e in sorted(zip(t.ops, t.start, t.end), key=lambda x: x[0].stream != "compute"):
+        rest = []
+        for a, b in free:
+            lo, hi = max(a, s), min(b, e)
+            if lo >= hi: rest.append((a, b)); continue
+            out[o.name.split(".")[0]] += hi - lo
+            rest += [(x, y) for x, y in ((a, lo), (hi, b)) if x < y]
+        free = rest
+    if free: out["idle"] = sum(b - a for a, b in free)
     return dict(out)
 
 # %% ../../nbs/sim/04_step.ipynb #fc6ff5dd
-def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096, seq: int = 4096, imbalance: float = 1.) -> StepTime:
+def _matters(s, layer, back):
+    "`s` without what one pass of `layer` does not depend on: many strategies share a pass."
+    again = s.recompute and back
+    return replace(s, recompute=again, zero=True, micro=1) if layer.experts else Strategy(tensor=s.tensor, recompute=again)
+
+def _pass(layer, cluster, strategy, tokens, seq, imbalance, back, sync):
+    "Of one layer in one direction: seconds by part, seconds its ops ran, of each port, bytes."
+    t, sent = _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync)
+    busy, port = Counter(), Counter()
+    for o, a, b in zip(t.ops, t.start, t.end):
+        busy[o.name.split(".")[0]] += b - a
+        for l, v in o.load.items(): port[l] += v
+    return exposed(t), busy, port, sent
+
+# %% ../../nbs/sim/04_step.ipynb #9aa43e92
+def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096, seq: int = 4096, imbalance: float = 1., known: dict | None = None) -> StepTime:
     """One training step, `tokens` on each device in all, seen from the busiest device. `imbalance`: its rows of experts over the
-    mean, as far as `Strategy.busiest` lets it count. ValueError says which sizes do not divide."""
-    if whole(tokens, "tokens", 0, 2**40) % strategy.micro: raise ValueError(f"tokens must be a multiple of micro ({strategy.micro}), got {tokens}")
-    number(imbalance, "imbalance", 1.)
+    mean, as far as `Strategy.busiest` lets it count. `known`: passes of layers simulated before, for calls that share it.
+    ValueError says which sizes do not divide."""
+    _check_work(tokens, seq, imbalance)
+    if tokens % strategy.micro: raise ValueError(f"tokens must be a multiple of micro ({strategy.micro}), got {tokens}")
     strategy.check(model, cluster)
     T, G, dev, s = tokens // strategy.micro, cluster.num_devices, cluster.device, strategy
-    parts, busy, port, sent = Counter(), Counter(), Counter(), Counter()
-    def add(t, times):
-        for p, v in exposed(t).items(): parts[p] += times * v
-        for o, a, b in zip(t.ops, t.start, t.end):
-            busy[o.name.split(".")[0]] += times * (b - a)
-            for l, v in o.load.items(): port[l] += times * v
+    totals = parts, busy, port, sent = Counter(), Counter(), Counter(), Counter()
+    known = {} if known is None else known
     def more(part, seconds, times=1): parts[part] += times * seconds; busy[part] += times * seconds
-    for l, n in Counter(model.layers).items():
+    for l, n in model.kinds.items():
         for back, sync, times in ((False, False, s.micro), (True, False, s.micro - 1), (True, True, 1)):
             if not times: continue
-            t, moved = _run(l, cluster, s, T, seq, imbalance, back, sync)
-            add(t, times * n)
-            for k, v in moved.items(): sent[k] += times * n * v
+            key = l, cluster, _matters(s, l, back), T, seq, imbalance, back, sync
+            if key not in known: known[key] = _pass(*key)
+            for total, one in zip(totals, known[key]):
+                for k, v in one.items(): total[k] += times * n * v
     if model.vocab:
         D, V = model.layers[-1].d_model, model.vocab / s.tensor
         head = gemm_seconds(dev, T * s.tensor, D, V) + gemm_back_seconds(dev, T * s.tensor, D, V)

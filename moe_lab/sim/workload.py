@@ -105,7 +105,7 @@ def score_flops(layer: Layer, seq: int) -> float:
 
 def train_flops(model: Model, seq: int) -> float:
     "FLOPs of a token in forward and backward of causal training: three forwards."
-    return 3 * (sum(2 * l.weights() + score_flops(l, seq) for l in model.layers) + 2 * model.vocab * model.d_model)
+    return 3 * (sum(n * (2 * l.weights() + score_flops(l, seq)) for l, n in model.kinds.items()) + 2 * model.vocab * model.d_model)
 
 # %% ../../nbs/sim/03_workload.ipynb #690602ba
 def active_experts(experts: int, top_k: int, tokens: int) -> float:
