@@ -79,8 +79,7 @@ class Moving(_Rows):
     def __init__(self, moe: MoE, optimizer: torch.optim.Optimizer, after: Placement, lane: dist.ProcessGroup):
         ex, self.moe, self.optimizer, self.after = moe.exchange, moe, optimizer, after
         me, ranks, self.row = ex.grid.rank, ex.grid.ranks, {e: i for i, e in enumerate(moe.experts.ids)}
-        self.params = dict(moe.experts.named_parameters())
-        self.versions = [p._version for p in self.params.values()]
+        self.params, self.versions = dict(moe.experts.named_parameters()), [p._version for p in moe.experts.parameters()]
         self.works, self.sent, self.arriving, links, ops = [], [], [], {}, []
         for e, src, dst in transfers(ex.placement, after, ex.grid.sizes):
             if me in (src, dst): links.setdefault((src, dst), []).append(e)

@@ -56,8 +56,7 @@ class Plan:
         block = np.arange(self.devices) // (self.devices // self.data)
         return (np.asarray(counts, float) @ self.placement(home).slots.numpy()) * (block[:, None] == block)
 
-    def seconds(self, cost: Cost, counts: np.ndarray, # (G,E) tokens of source g for expert e
-                home: np.ndarray) -> float:
+    def seconds(self, cost: Cost, counts: np.ndarray, home: np.ndarray) -> float: # counts (G,E): tokens of source g for expert e
         "Time of the layer's experts, forward and backward, on the slowest device."
         flow, here = self.flow(counts, home), self.placement(home).slots.numpy().sum(0)
         work = flow.sum(0) / self.slices / cost.tps + cost.copy_seconds * here / self.slices
