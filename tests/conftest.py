@@ -1,16 +1,18 @@
 """Marks (slow runs only with --slow, gpu and gpu2 only where the devices are), the ranks, and what runs beside what under `-n`."""
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 # Kernels run in Triton's interpreter where there is no GPU. It must be chosen before any test file imports triton.
-if not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from hypothesis import settings
 
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"): import interpreter       # noqa: F401  (makes it faster)
 from tally import pytest_configure, pytest_itemcollected      # noqa: F401  (hooks)
 
 # The same examples on every run: a failure is one that anybody can see again.

@@ -1,11 +1,12 @@
 """What the fuzzers draw, and what they hold: a `Problem` is a few numbers and names, small to print; each check builds it on a
-device, runs one operator forward and backward in the body under test and compares every result with the float64 plain body."""
+device, runs one operator forward and backward in the body under test, compares every result with the float64 plain body, and returns how many
+numbers it compared: an example that compared none is not one."""
 import math
 import os
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 
 os.environ.setdefault("TRITON_INTERPRET", "1" if not __import__("torch").cuda.is_available() else "0")
 
@@ -111,6 +112,24 @@ class Maker:
 
 # --- comparing ------------------------------------------------------------------------------------------------------
 
+class Compared: numbers = 0
+
+
+def counted(check):
+    "A check that returns how many numbers it compared."
+    @wraps(check)
+    def run(p, body):
+        Compared.numbers = 0
+        check(p, body)
+        return Compared.numbers
+    return run
+
+
+def same(got, want, what):
+    assert got.equal(want), f"{what}: {got.tolist()}, expected {want.tolist()}"
+    Compared.numbers += got.numel()
+
+
 @contextmanager
 def unwritten(nan):
     "Memory that nobody has written reads as NaN, if so asked (Z02)."
@@ -138,6 +157,7 @@ def close(got, want, limit, what, doubt=None):
         assert want is None or not want.count_nonzero(), f"{what}: a gradient is missing"
         return
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    Compared.numbers += got.numel()
     got, want = got.double(), want.double()
     assert got.isnan().equal(want.isnan()), f"{what}: NaN in {int(got.isnan().sum())} places, expected in {int(want.isnan().sum())}"
     worst, size = farthest(got, want), farthest(want, 0. * want)
@@ -229,7 +249,7 @@ def check_step(p, body):
         y = decode_experts(x, plan, up, down, p.activation, gain, residual=residual)
     normed = wide(x) if gain is None else nn.functional.rms_norm(wide(x), gain.shape, wide(gain), 1e-6)
     if p.dtype in ("float32", "float64"): close(plan.logits, normed @ wide(router).t(), 1e-5, "logits")
-    assert plan.expert.equal(topk(plan.logits, k)[1]), "ids"
+    same(plan.expert, topk(plan.logits, k)[1], "ids")
     w = softmax(wide(plan.logits)).gather(1, plan.expert)
     close(plan.weight, w / w.sum(1, keepdim=True).clamp(min=1e-300) if k > 1 else w, 1e-5, "weight")
     *active, count = plan.active.tolist()
@@ -245,30 +265,34 @@ def check_step(p, body):
 
 
 def check_gate(p, body):
-    "Ids by a stable sort of the scores, weights and losses against float64; a bad row spoils no other."
-    m = Maker(p)
+    "Ids by a stable sort of the scores; weights, probabilities, their gradients and the losses against float64; a bad row spoils no other."
+    m, kernel = Maker(p), body == "triton"                       # the kernel's rule is softmax first
     x = m.randn(p.T, p.E, scale=2.)
     if p.values == "nan" and p.T: x[p.seed % p.T, :: 1 + p.seed % 3] = (math.nan, math.inf, -math.inf)[p.seed % 3]
-    k, sigmoid, first = p.k, p.bias, p.weighted or p.k == 1 < p.E
+    k, sigmoid, first = p.k, p.bias and not kernel, kernel or p.weighted or p.k == 1 < p.E
     options = dict(score="sigmoid" if sigmoid else "softmax", score_first=first, renormalize=None if p.E == 1 or k > 1 else False, scale=1. + p.D % 2)
     gate = TopKGate(p.E, p.E, k, router=nn.Identity(), **options)
-    wide = x.double() if p.dtype == "float64" else x.float()
+    wide = (x.double() if p.dtype == "float64" else x.float()).requires_grad_()
     mask = (torch.rand(p.T, generator=m.g) >= p.none).to(DEV)
     with use(body): r = gate(wide, mask)
-    wide = wide.masked_fill(~mask[:, None], 0.)                  # what padding holds, the gate never sees
-    good = wide.isfinite()
-    order = torch.where(good, wide, -math.inf).double().argsort(dim=1, descending=True, stable=True)[:, :k]
+    exact = wide.detach().double().requires_grad_()
+    s = exact.masked_fill(~mask[:, None], 0.)                    # what padding holds, the gate never sees
+    good = s.isfinite()
+    order = torch.where(good, s, -math.inf).detach().argsort(dim=1, descending=True, stable=True)[:, :k]
     usable = good.gather(1, order) & mask[:, None]
-    assert torch.where(usable, r.expert, -9).equal(torch.where(usable, order, -9)), "ids"
+    same(torch.where(usable, r.expert, -9), torch.where(usable, order, -9), "ids")
     assert r.expert[~mask].eq(-1).all() and all(len(set(row)) == k for row in r.expert[mask].tolist()), "distinct ids"
-    s = torch.where(good, wide.double(), -math.inf)
-    scores = (s.sigmoid() if sigmoid else s.softmax(1)).nan_to_num(0.).masked_fill(~good, 0.)
-    w = scores.gather(1, order) if first or sigmoid else s.gather(1, order).softmax(1).nan_to_num(0.)
+    s = torch.where(good, s, -1e300)
+    scores = (s.sigmoid() if sigmoid else s.softmax(1)).masked_fill(~good, 0.)
+    w = scores.gather(1, order) if first or sigmoid else s.gather(1, order).softmax(1)
     w = w.masked_fill(~usable, 0.)
     if gate.renormalize: w = w / w.sum(1, keepdim=True).clamp(min=1e-300)
-    close(r.weight, w * gate.scale, 1e-5, "weight")
     probs = scores / scores.sum(1, keepdim=True).clamp(min=1e-300) if sigmoid else scores
+    close(r.weight, w * gate.scale, 1e-5, "weight")
     close(r.probs, probs, 1e-5, "probs")
+    a, b = (torch.randn(t.shape, generator=m.g, dtype=torch.float64).to(DEV) for t in (w, probs))
+    with use(body): got, = torch.autograd.grad((r.weight * a.to(r.weight)).sum() + (r.probs * b.to(r.probs)).sum(), wide, retain_graph=True)
+    close(got, torch.autograd.grad((w * gate.scale * a).sum() + (probs * b).sum(), exact)[0], 1e-4, "gradient of logits")
     for loss in losses.values(): assert loss(r).isfinite() and loss(r) >= 0, loss.__name__
     if good.all(): assert z_loss(r).isfinite()
 
@@ -293,7 +317,7 @@ def check_capacity(p, body):
     for t, j in flat:
         e = chosen[t][j]
         if e >= 0 and (C is None or used[e] < C): slot[t][j] = used[e]; used[e] += 1
-    assert d.slot.tolist() == slot and d.counts.tolist() == used
+    same(d.slot, torch.tensor(slot).view(p.T, k).to(d.slot), "slot"); same(d.counts, torch.tensor(used).to(d.counts), "counts")
     assert sorted(d.order.tolist()) == list(range(p.T * k)) and d.offsets.tolist() == [sum(used[:e]) for e in range(E + 1)]
     rows = d.rows()[d.kept]
     assert rows.unique().numel() == rows.numel()
@@ -308,7 +332,7 @@ def check_compress(p, body):
     with use(body), unwritten(p.seed % 2): r = compress.encode(w, shared, k); whole = compress.decode(r, shared)
     far = (w - shared).view(E, n)
     best = far.abs().nan_to_num(nan=math.inf).double().argsort(dim=1, descending=True, stable=True)[:, :k].sort(1)[0]
-    assert r.index.equal(best.int()) and r.value.nan_to_num(7e4).equal(far.gather(1, best).nan_to_num(7e4))
+    same(r.index, best.int(), "index"); same(r.value.nan_to_num(7e4), far.gather(1, best).nan_to_num(7e4), "value")
     want = shared.double().flatten().repeat(E, 1).scatter_add_(1, best, r.value.double())
     close(whole.view(E, n), want, limit, "whole")
 
@@ -381,5 +405,5 @@ def check_generate(p, body):
     close(torch.stack(got, 1), exact(*weights)[0], 4 * LIMIT[p.dtype], "logits", lambda: rounding(exact, p, *weights)[0])
 
 
-CHECKS = {n.removeprefix("check_"): f for n, f in list(globals().items()) if n.startswith("check_")}
+CHECKS = {n.removeprefix("check_"): counted(f) for n, f in list(globals().items()) if n.startswith("check_")}
 KERNELS = [n for n in CHECKS if n != "capacity"]            # these have a body in Triton
