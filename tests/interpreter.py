@@ -1,13 +1,17 @@
-"""Triton's interpreter, faster: the same kernels, the same numbers. Most of its time went to two things that it need not do (triton 3.9):
-it patches `triton.language` anew for every call of a device function, and folds xor, of which `tl.sort` is made, one element at a time in Python."""
+"""Triton's interpreter, faster: the same kernels, the same numbers. Most of its time went to three things that it need not do (triton 3.9): it patches
+`triton.language` anew for every call of a device function, folds xor, of which `tl.sort` is made, one element at a time in Python, and works out for every
+sum whether it overflows only to forget it, as nobody asked for debugging."""
+from collections import Counter
+from dataclasses import replace
+
 from triton.runtime import interpreter as I
 
-patched, grids = set(), []                             # modules whose view of the language this launch has patched; what was launched
+patched, count = set(), Counter()                      # modules whose view of the language this launch has patched
 
 
 def launch(self, *args, call=I.GridExecutor.__call__, **kwargs):
     patched.clear()
-    grids.append(self.grid)
+    count["launches"] += 1
     return call(self, *args, **kwargs)
 
 
@@ -23,3 +27,4 @@ def reduce(self, input, slowly=I.ReduceOps.apply_impl):
 
 
 I.GridExecutor.__call__, I.InterpretedFunction.__call__, I.ReduceOps.apply_impl = launch, device_function, reduce
+I.interpreter_builder.options = replace(I.interpreter_builder.options, sanitize_overflow=False)

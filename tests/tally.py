@@ -62,7 +62,7 @@ class Tally:
             for i in t.get("cases", ()): tried.setdefault(i, []).append(t["passed"])
             if not t["passed"]: continue
             counts.update({n: t[n] for n in COUNTS if n in t})
-            if e := t.get("examples"): examples[e["what"]] = max(e["n"], examples.get(e["what"], 0))
+            if e := t.get("examples"): examples[e["what"]] = max(e.get("n", 0), examples.get(e["what"], 0))      # without n: from before empty draws were left out
         kinds = {k: dict(name=r["name"], mechanism=r["mechanism"], cases=sum(i[0] == k for i in CASES),
                          passed=sum(i[0] == k and all(t) for i, t in tried.items()), tests=sum(len(t) for i, t in tried.items() if i[0] == k)) for k, r in KINDS.items()}
         cases = {i: dict(case=r["case"], absent=r["absent"] or None, tests=len(tried.get(i, ())), passed=all(tried.get(i, [False]))) for i, r in CASES.items()}

@@ -29,9 +29,12 @@ def variant(rnd):
     return Problem(0, rnd.choice([1, 8, 40, 65, 128, 200, 768]), rnd.choice([1, 24, 64, 100, 256, 768]), E, rnd.randint(1, min(E, 4)), activation=rnd.choice(sorted(ACTIVATIONS)),
                    bias=rnd.random() < .5, weighted=rnd.random() < .7, layout=rnd.choice(LAYOUTS), dtype=rnd.choice(["bfloat16", "float16", "float32"]), block=rnd.choice([64, 128, 256]))
 
-def fails(name, p):
-    try: CHECKS[name](p, "triton")
-    except Exception as e: return f"{type(e).__name__}: {str(e)[:300]}"
+def attempt(name, p):
+    "(numbers compared, error)"
+    try: return CHECKS[name](p, "triton"), None
+    except Exception as e: return 0, f"{type(e).__name__}: {str(e)[:300]}"
+
+def fails(name, p): return attempt(name, p)[1]
 
 def shrunk(name, p, seconds=6.):
     "The simplest problem near `p` that fails the same way."
@@ -55,13 +58,14 @@ def fuzz(name, seconds, stream=0):
             p = sample(rnd, fixed)
             if name == "compress": p = replace(p, E=min(p.E, 5), k=1)
             if name == "step": p = replace(p, T=p.T % (MAX_TOKENS + 1))
-            if e := fails(name, p):
+            numbers, e = attempt(name, p)
+            if e:
                 small = shrunk(name, p)
                 bad.append(dict(problem=repr(small), error=fails(name, small) or e, first=repr(p)))
                 say("FAIL", name, bad[-1]["problem"], bad[-1]["error"])
                 if "CUDA" in e or len(bad) >= 6: end = 0.
                 break
-            done += 1
+            done += numbers > 0
             if time.perf_counter() > end: break
     return dict(examples=done, variants=variants, failures=bad)
 
