@@ -190,12 +190,12 @@ def unasserted(book):
 
 
 def unfit(book):
-    "What a notebook should not store: warnings, errors, paths of a machine, outputs of megabytes."
+    "What a notebook should not store: warnings and other asides, errors, paths of a machine, outputs of megabytes."
     out = []
     for c in book.cells:
         for o in c.get("outputs", []):
             text = str(o)
-            if o.get("name") == "stderr" and "Warning" in text: out.append(f"a warning: {text[:300]}")
+            if o.get("name") == "stderr": out.append(f"what was said on stderr: {text[:300]}")
             if o.output_type == "error": out.append(f"an error: {text[:300]}")
             if found := re.search(r"(?<![\w/])/(root|home|work|tmp|usr|Users)/[^\s\"']*", text): out.append(f"a path: {found[0]}")
             if len(text) > 3_000_000: out.append(f"{len(text) / 1e6:.1f} MB from: {c.source[:200]}")

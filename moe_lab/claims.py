@@ -148,7 +148,7 @@ def verdict(c: Claim, own) -> str: # own: number, nested list of them, or None
     return "direction only" if direction(c, own) else "not reproduced"
 
 # %% ../nbs/95_claims.ipynb #ef242990
-def ledger(system: str = "") -> list[Claim]: # a system's name, in any case; '': all
+def ledger(system: str | None = None) -> list[Claim]: # a system's name, in any case; None: all
     "The claims, checked. ValueError names the systems there are."
     text = (files("moe_lab") / "data" / "claims" / "claims.csv").read_text()
     claims = [parse(r) for r in csv.DictReader(text.splitlines())]
@@ -225,7 +225,7 @@ def beside(*ids: str): # of claims
         if i not in known: raise ValueError(f"ids must be claims of the ledger, got {i!r}")
         print(lines(evaluate(known[i])))
 
-def claims(system: str = "", # only claims about this system, e.g. Tutel
+def claims(system: str = None, # only claims about this system, e.g. Tutel [default: all]
            json: store_true = False, # print JSON
           ):
     "Recompute our numbers, print them beside the papers' with a verdict each."

@@ -34,9 +34,9 @@ def tune(d_model: int = 2048, # D
          experts: int = 128, # E
          top_k: int = 8, # experts of a token
          tokens: int = 32768, # T, tokens of a step on this device
-         activation: str = "swiglu",
-         dtype: str = "bfloat16", # or float16, float32
-         device: str = "cuda",
+         activation: str = "swiglu", # of the experts, a key of `ACTIVATIONS`
+         dtype: str = "bfloat16", # of tokens and weights: bfloat16, float16 or float32
+         device: str = "cuda", # the GPU to tune for
         ):
     "Find the fastest kernel for each product of such a layer on this GPU and remember it in the user's cache folder."
     for name, v in dict(d_model=d_model, d_hidden=d_hidden, experts=experts, top_k=top_k, tokens=tokens).items():

@@ -30,25 +30,36 @@ def test_a_trained_run_writes_text_from_the_command_line(tmp_path, capsys):
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != said[2] and all(s.startswith("def ") and len(s) > 6 for s in said)
     assert cli(["generate", str(tmp_path / "run"), "--prompt", "", "--device", "cpu"]) == 2 and "prompt" in capsys.readouterr().err
+    for wrong, why in ((["--prompt", "def " * 40], "context of 16"), (["--max_new", "17"], "exceed the context of 16"), (["--max_new", "0"], "max_new"), (["--temperature", "-1"], "temperature"),
+                       (["--seed", str(10**23)], "seed"), (["--device", "foo"], "device must be"), (["--device", "cuda:9"], "not here")):
+        assert cli(["generate", str(tmp_path / "run"), *wrong]) == 2
+        said = capsys.readouterr()
+        assert why in said.err and said.out == ""
+    assert not cli(["generate", str(tmp_path / "run"), "--device", "cpu"])          # as much as the context holds
     assert cli(["generate", str(tmp_path), "--device", "cpu"]) == 2 and "checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prompts,kw,why", [([], {}, "at least one request"), ([[1], []], {}, "prompt 1 is empty"), ([[1, 40]], {}, "token id 40 is outside the vocabulary of 40"),
-                                            ([[-1]], {}, "token id -1"), ([[1.5]], {}, "token id 1.5 is outside"), ([[1] * 6], dict(context=8), "prompt 0 of 6 tokens and max_new=4 exceed the context of 8"), ([[1]], dict(max_new=0), "max_new")])
+                                            ([[-1]], {}, "token id -1"), ([[1.5]], {}, "token id 1.5 is outside"), ([[1] * 6], dict(context=8), "prompt 0 of 6 tokens and max_new=4 exceed the context of 8"), ([[1]], dict(max_new=0), "max_new"), ([[1]], dict(max_new=2.5), "max_new must be an int"), (["ab"], {}, "prompt 0 must be a list"),
+                                            ([1, 2], {}, "prompt 0 must be a list"), ([[math.nan]], {}, "token id nan"), ([[True]], {}, "token id True")])
 def test_bad_requests_are_refused_before_anything_runs(prompts, kw, why):
     m = model()
     m.forward = m.features = None                                                # would fail if it ran
-    with pytest.raises(ValueError, match=why.replace("(", r"\(")): generate(m, prompts, **{"max_new": 4, **kw})
+    with pytest.raises((ValueError, TypeError), match=why.replace("(", r"\(")): generate(m, prompts, **{"max_new": 4, **kw})
 
 
 @pytest.mark.parametrize("where", ["embed.weight", "blocks.1.ffn.experts.down", "blocks.0.ffn.gate.router.weight", "norm.weight"])
-def test_nan_weights_name_the_request_and_the_step(where):
+def test_weights_that_are_not_finite_are_named(where):                            # a router's would not show in any logit
     m = model()
-    with torch.no_grad(): m.get_parameter(where).fill_(math.nan)
-    bodies = ("torch", "triton") if where != "blocks.0.ffn.gate.router.weight" else ()      # a gate without a finite logit gives weight 0: nothing is not finite then
-    for body in bodies:
-        with use(body), pytest.raises(FloatingPointError, match="request 0, step 0"): generate(m, [[1, 2], [3]], 3)
-    if not bodies: assert len(generate(m, [[1, 2]], 3)[0]) == 3
+    with torch.no_grad(): m.get_parameter(where).view(-1)[-1] = math.nan
+    with pytest.raises(FloatingPointError, match=f"weight {where} is not finite"): generate(m, [[1, 2], [3]], 3)
+
+
+@pytest.mark.parametrize("body", ["torch", "triton"])
+def test_logits_that_are_not_finite_name_request_and_step(body):
+    m = model()
+    with torch.no_grad(): m.norm.weight.fill_(3e38)                 # finite, and its products are not
+    with use(body), pytest.raises(FloatingPointError, match="request 0, step 0"): generate(m, [[1, 2], [3]], 3)
 
 
 def test_no_temperature_is_too_low():                                            # logits over 1e-40 would be inf, and inf over inf the first token
@@ -60,6 +71,11 @@ def test_one_broken_request_does_not_spoil_the_others_step_message():
     m = model()
     with torch.no_grad(): m.embed.weight[7] = math.inf
     with pytest.raises(FloatingPointError): generate(m, [[1], [7]], 2)
+
+
+def test_a_model_in_training_stays_so():
+    m = model().train()
+    assert generate(m, [[1, 2]], 2) and m.training and m.blocks[0].training
 
 
 def test_fused_steps_write_the_same_text():

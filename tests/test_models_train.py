@@ -200,3 +200,9 @@ def test_command_line_says_what_is_wrong_before_it_reads(options, said, capsys):
     assert main(["train", *options]) == 2
     out = capsys.readouterr()
     assert said in out.err and not out.out
+
+
+def test_experts_in_no_layer_are_no_plan(capsys):
+    from moe_lab.cli import main as cli
+    assert cli(["train", "--experts", "8", "--moe_every", "9", "--layers", "4"]) == 2 and "moe_every must be in [1, 4]" in capsys.readouterr().err
+    assert cli(["train", "--capacity_factor", "nan"]) == 2 and "capacity_factor must be finite" in capsys.readouterr().err

@@ -190,3 +190,8 @@ def test_drop_share_of_nothing():
 
 def test_every_rule_has_a_name():
     assert sorted(rules) == ["deepspeed", "fairseq", "fastmoe", "gshard", "switch", "tutel"]
+
+
+@pytest.mark.parametrize("kw, name", [(dict(top_k=4, rule="fairseq"), "fairseq"), (dict(need=-3, factor=0.), "need"), (dict(need=2.5, factor=0.), "need")])
+def test_what_no_rule_knows_is_refused(kw, name):
+    with pytest.raises((ValueError, TypeError), match=name): capacity(**dict(num_tokens=100, num_experts=8, top_k=2, factor=1.) | kw)

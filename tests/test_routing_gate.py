@@ -406,3 +406,8 @@ def test_scores_gradient_survives_bad_rows():
     x.grad = None
     sigmoid(x).sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_a_router_of_another_width_is_refused(width):
+    with pytest.raises(ValueError, match="router must give"): TopKGate(16, 4, 2, router=torch.nn.Linear(16, width))(torch.randn(6, 16))

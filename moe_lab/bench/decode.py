@@ -35,7 +35,7 @@ def einsum_layer(moe: MoE, capacity: int) -> Callable: # x (T,D) -> (T,D)
 def hf_config(name: str, **kw):
     "transformers' config of OLMoE-1B-7B ('olmoe') or Qwen3-30B-A3B ('qwen3')."
     from transformers import OlmoeConfig, Qwen3MoeConfig
-    if name == "olmoe": return OlmoeConfig(**{"num_key_value_heads": 16, "tie_word_embeddings": True, **kw})
+    if name == "olmoe": return OlmoeConfig(**{"num_key_value_heads": 16, "tie_word_embeddings": True, "eos_token_id": None, **kw})      # its default is none of a tiny vocabulary's
     return Qwen3MoeConfig(**{"vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
                              "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, **kw})
 

@@ -269,7 +269,7 @@ def names() -> dict[str, str]: # name -> what it measures
 
 # %% ../../nbs/bench/00_harness.ipynb #d69ed532
 def bench(name: str, # which benchmark; 'list' tells them all
-          device: str = "", # 'cuda' or 'cpu'; default: cuda where there is one
+          device: str = None, # cuda or cpu [default: cuda where there is one]
           out: str = "runs/bench", # folder for the result file
           quick: bool = False, # a few small cases only
          ):

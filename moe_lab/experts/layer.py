@@ -136,6 +136,7 @@ class Local:
     def __post_init__(self):
         f = self.capacity_factor                                                      # refused here, not at the first batch
         check_type("capacity_factor", f, float, None)
+        if f is not None and not math.isfinite(f): raise ValueError(f"capacity_factor must be finite, got {f}")
         capacity(0, 1, 1, f or 0., need=0, rule=self.rule, multiple=self.multiple)
         check_choice("policy", self.policy, policies); check_choice("lost", self.lost, ("zero", "pass"))
 

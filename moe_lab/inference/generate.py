@@ -7,16 +7,18 @@ __all__ = ['Sampling', 'choose', 'GPTDecoder', 'HFDecoder', 'decoder', 'check_re
 
 # %% ../../nbs/inference/03_generate.ipynb #60353221
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from numbers import Integral
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..cluster.launch import step as note
-from ..core.backend import triton_body
+from ..core.arguments import number, short, whole
+from ..core.backend import find_device, triton_body
 from .step import FusedStep, alone, fits
 from ..models.gpt import GPT, KVCache
 
@@ -30,9 +32,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not self.temperature >= 0: raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1: raise ValueError(f"top_k must be >= 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1: raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        number(self.temperature, "temperature"); whole(self.seed, "seed", 0, 2**62)
+        if self.top_k is not None: whole(self.top_k, "top_k")
+        if self.top_p is not None and not number(self.top_p, "top_p", 0, 1) > 0: raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 # %% ../../nbs/inference/03_generate.ipynb #786fc925
 def choose(logits_BV: Tensor, sampling: Sampling, u_B: Tensor) -> Tensor: # (B,) int64
@@ -116,17 +118,22 @@ def decoder(model: nn.Module, batch: int, size: int):
     raise TypeError(f"model must be a GPT or a transformers causal language model, got {type(model).__name__}")
 
 # %% ../../nbs/inference/03_generate.ipynb #e2f023c3
+def _plain(t): return t.item() if isinstance(t, Tensor) else t
+
 def check_requests(model: nn.Module, prompts: list[list[int]], max_new: int, context: int | None = None):
-    "ValueError for a request that `stream` could not serve, TypeError for a model that it does not know."
+    "ValueError or TypeError for a request that `stream` could not serve, or a model that it does not know; FloatingPointError for a broken weight."
     vocab = model.embed.num_embeddings if isinstance(model, GPT) else getattr(getattr(model, "config", None), "vocab_size", 0)
     if not vocab: decoder(model, 1, 1)                         # says what is wrong with the type
     if not len(prompts): raise ValueError("prompts must hold at least one request")
-    if max_new < 1: raise ValueError(f"max_new must be >= 1, got {max_new}")
+    whole(max_new, "max_new")
     for i, p in enumerate(prompts):
+        if isinstance(p, str) or not isinstance(p, (Sequence, Tensor)): raise TypeError(f"prompt {i} must be a list of token ids, got {short(p)}")
         if not len(p): raise ValueError(f"prompt {i} is empty: a model needs at least one token to go on from")
-        bad = [t for t in p if int(t) != t or not 0 <= t < vocab]
-        if bad: raise ValueError(f"prompt {i}: token id {float(bad[0]):g} is outside the vocabulary of {vocab}")
+        bad = [t for t in map(_plain, p) if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < vocab]
+        if bad: raise ValueError(f"prompt {i}: token id {short(bad[0])} is outside the vocabulary of {vocab}")
         if context is not None and len(p) + max_new > context: raise ValueError(f"prompt {i} of {len(p)} tokens and max_new={max_new} exceed the context of {context}")
+    for name, w in model.named_parameters():                   # a router of NaN chooses nobody, and no logit would tell
+        if not w.isfinite().all(): raise FloatingPointError(f"the model's weight {name} is not finite")
 
 # %% ../../nbs/inference/03_generate.ipynb #fe1e8f4c
 @torch.no_grad()
@@ -137,8 +144,13 @@ def stream(model: nn.Module, # a GPT or a transformers causal language model
            stop: int | None = None, # token id that ends a request (it is not given out)
            context: int | None = None, # longest allowed prompt + continuation; None: no limit
           ) -> Iterator[list[int | None]]: # at each step one token a request, None for those that have ended
-    "Write token by token. FloatingPointError names the request and step whose logits are not finite."
+    "Write token by token, in eval mode. FloatingPointError names the request and step whose logits are not finite, or the weight."
     check_requests(model, prompts, max_new, context)
+    training = model.training
+    try: yield from _stream(model, prompts, max_new, sampling, stop)
+    finally: model.train(training)
+
+def _stream(model, prompts, max_new, sampling, stop):
     n = [len(p) for p in prompts]
     device, B, S = next(model.parameters()).device, len(prompts), max(n)
     ids = torch.tensor([list(p) + [0] * (S - len(p)) for p in prompts], device=device)
@@ -174,20 +186,23 @@ def generate(model: nn.Module, prompts: list[list[int]], max_new: int = 64, samp
 # %% ../../nbs/inference/03_generate.ipynb #d80cbcff
 def main(run: str, # folder of a run (`moe-lab train` or the tour)
          prompt: str = "def ", # text to go on from
-         max_new: int = 200, # tokens to write
+         max_new: int = None, # tokens to write [default: as many as fit the context of its training]
          temperature: float = .8, # 0: the likeliest token each time
          top_k: int = 50, # keep so many tokens; 0: all
          seed: int = 0, # of the random numbers
-         device: str = "", # 'cpu' or 'cuda' [default: cuda where there is one]
+         device: str = None, # cpu, cuda, cuda:1, ... [default: cuda where there is one]
         ):
     "Write text with a trained model, as it comes."
-    from moe_lab.models.train import load_run
-    model, tok = load_run(Path(run), device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ids = tok.encode(prompt).ids
+    from moe_lab.models.train import load_run, read_configs
+    sampling, (model, tok) = Sampling(temperature, top_k or None, seed=seed), load_run(Path(run), find_device(device))
+    ids, context = tok.encode(prompt).ids, read_configs(Path(run) / "checkpoint.safetensors")[1].context
     if not ids: raise ValueError("prompt must hold at least one token")
+    if len(ids) >= context: raise ValueError(f"prompt of {len(ids)} tokens fills the context of {context} that the model was trained with")
+    request = [ids], context - len(ids) if max_new is None else max_new
+    check_requests(model, *request, context)
     print(prompt, end="", flush=True)
     shown, new = tok.decode(ids), []
-    for (t,) in stream(model, [ids], max_new, Sampling(temperature, top_k or None, seed=seed)):
+    for (t,) in stream(model, *request, sampling):
         new.append(t)
         text = tok.decode(ids + new)
         if text.endswith("�"): continue                   # half a character: wait for the rest

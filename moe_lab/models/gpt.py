@@ -7,6 +7,7 @@ __all__ = ['GPTConfig', 'every', 'rope', 'rotate', 'KVCache', 'Attention', 'MLP'
            'NumParams', 'num_params']
 
 # %% ../../nbs/models/02_gpt.ipynb #65220adc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.arguments import whole
+from ..core.arguments import check_type, whole
 from ..experts.layer import Experts, MoE
 
 # %% ../../nbs/models/02_gpt.ipynb #427c5983
@@ -45,6 +46,8 @@ class GPTConfig:
             if 0 < whole(E, "experts", 0) < self.top_k: raise ValueError(f"experts must be 0 or at least top_k={self.top_k} in each layer, got {E}")
         if self.d_model % (2 * self.num_heads): raise ValueError(f"d_model must be a multiple of 2*num_heads={2 * self.num_heads} (RoPE turns pairs), got {self.d_model}")
         if self.num_heads % self.kv_heads: raise ValueError(f"num_heads must be a multiple of num_kv_heads={self.kv_heads}, got {self.num_heads}")
+        check_type("capacity_factor", self.capacity_factor, float, None)
+        if not math.isfinite(self.capacity_factor or 0): raise ValueError(f"capacity_factor must be finite, got {self.capacity_factor}")
         if self.residual not in ("none", "sum", "mix"): raise ValueError(f"residual must be 'none', 'sum' or 'mix', got {self.residual!r}")
 
     @property

@@ -318,7 +318,7 @@ def train(data: str = None, # text file or folder [default: the standard library
          ) -> None:
     "Train a GPT with experts on text; writes checkpoint.safetensors, tokenizer.json and log.jsonl."
     config, device = TrainConfig(steps=steps, batch_size=batch, context=context, lr=lr, warmup=warmup, balance=balance, seed=seed), find_device(device)
-    whole(moe_every, "moe_every"); whole(experts, "experts", 0)
+    whole(moe_every, "moe_every", 1, layers if experts else 2**31 - 1); whole(experts, "experts", 0)
     model = GPTConfig(vocab, d_model, layers, heads, d_hidden, every(moe_every, layers, experts), top_k=top_k, capacity_factor=capacity_factor, activation="gelu")
     corpus = load_corpus(data, vocab)                                        # after all that can be refused without it
     print(corpus)

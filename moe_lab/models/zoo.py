@@ -308,7 +308,7 @@ class _Zoo(dict):
 zoo: dict[str, Model] = _Zoo({m.name: m for m in _models})
 
 # %% ../../nbs/models/06_zoo.ipynb #6a969b6f
-def show_model(model: str = "", # name of a model; none: list all
+def show_model(model: str = None, # name of a model [default: list all]
                context: int = 2048): # tokens a sequence, for the FLOPs
     "Parameters, bytes, FLOPs and recipe of a model of the papers."
     if not model:

@@ -47,7 +47,9 @@ def capacity(num_tokens: int, # T, real tokens of this rank
         whole(v, name, least)
     check_type("factor", factor, float); check_choice("rule", rule, rules)
     if not math.isfinite(factor): raise ValueError(f"factor must be finite, got {factor}")
-    if factor <= 0 and need is None: raise ValueError(f"factor={factor} adapts to the routing: need must be given")
+    if rule == "fairseq" and top_k > 2: raise ValueError(f"rule 'fairseq' knows top_k 1 and 2, got {top_k}")
+    if need is not None: whole(need, "need", 0)
+    elif factor <= 0: raise ValueError(f"factor={factor} adapts to the routing: need must be given")
     bound = rules[rule](num_tokens, num_experts, top_k, Fraction(str(abs(factor)))) if factor else need
     return round_up(bound if factor > 0 else min(need, bound), multiple)
 

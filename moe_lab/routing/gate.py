@@ -353,6 +353,7 @@ class TopKGate(nn.Module):
         for n in noise: x = n.on_input(x)
         with torch.autocast(x.device.type, enabled=False):
             logits = noisy = self.router(x)
+            if logits.shape != (len(x), self.num_experts): raise ValueError(f"router must give (T, num_experts) = {(len(x), self.num_experts)}, got {tuple(logits.shape)}")
             for n in noise: noisy = n.on_logits(noisy)
             if self._plain and not noise and expert is None: scores, chosen, weight = softmax_topk(noisy, self.top_k, self.renormalize)
             else: scores, chosen, weight = self._choose(noisy, expert, noise, mask)
