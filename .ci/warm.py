@@ -59,6 +59,7 @@ if __name__ == "__main__":
     from ipykernel.kernelapp import IPKernelApp
     serve()
     IPKernelApp.launch_instance()
-    atexit.unregister(IPKernelApp.instance().close)              # may wait for a thread that waits for it
+    app = IPKernelApp.instance()
+    for end in (app.close, app.iopub_thread.stop): atexit.unregister(end)      # they wait for threads that may wait for them
     atexit._run_exitfuncs()
     os._exit(0)                                                  # without taking torch apart for half a second
