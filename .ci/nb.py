@@ -196,6 +196,7 @@ def unfit(book):
         for o in c.get("outputs", []):
             text = str(o)
             if o.get("name") == "stderr": out.append(f"what was said on stderr: {text[:300]}")
+            if len(dump := "".join(o.get("data", {}).get("text/plain", ""))) > 4000: out.append(f"{len(dump)} characters of a value's repr: {dump[:100]}")
             if o.output_type == "error": out.append(f"an error: {text[:300]}")
             if found := re.search(r"(?<![\w/])/(root|home|work|tmp|usr|Users)/[^\s\"']*", text): out.append(f"a path: {found[0]}")
             if len(text) > 3_000_000: out.append(f"{len(text) / 1e6:.1f} MB from: {c.source[:200]}")

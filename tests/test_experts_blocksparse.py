@@ -256,3 +256,13 @@ def test_gpu_more_than_2_31_elements():                                         
     torch.testing.assert_close(end, x[-128:] @ w[-128:].t(), rtol=1e-2, atol=1e-2)
     y = dsd(h, w)
     torch.testing.assert_close(y[-128:], (x[-128:] @ w.t()) @ w, rtol=2e-2, atol=20.)
+
+
+@pytest.mark.parametrize("change,error,says", [
+    (dict(weight=lambda t: t / 0), ValueError, "weight must be finite"), (dict(weight=lambda t: t.long()), TypeError, "weight must be floating"),
+    (dict(weight=lambda t: t[:, :1]), ValueError, "weight must have shape"), (dict(weight=lambda t: t.to("meta")), ValueError, "weight must be on x's device"),
+    (dict(x=lambda t: t[1:]), ValueError, r"d.expert must have shape \(T, k\) with T = 5"), (dict(d=lambda d: (d.expert, d.counts)), TypeError, "d must be Dispatch")])
+def test_bad_arguments_are_named(change, error, says):                                          # as grouped_moe, which takes the same
+    a = dict(x=torch.randn(6, 4), d=dispatch(torch.randint(3, (6, 2)), 3), weight=torch.rand(6, 2), up=torch.randn(3, 16, 4), down=torch.randn(3, 4, 8))
+    a |= {k: f(a[k]) for k, f in change.items()}
+    with pytest.raises(error, match=says): blocksparse_mlp(*a.values(), block=16)

@@ -225,6 +225,17 @@ def test_bad_main_gradients_are_named():
     x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
     for bad in (torch.zeros(2), torch.zeros(down.shape).half(), torch.zeros(*down.shape[:1], *down.shape[:0:-1]).mT):
         with pytest.raises(ValueError, match="main_grads of down must be"): grouped_moe(x, (ids, w), up, down, main_grads=(torch.zeros(up.shape), bad))
+    one = torch.zeros(up.shape, device=DEV)
+    for bad in (one, (one,), (one, None), (one, one, one)):            # found in backward before, if at all
+        for f in (lambda: grouped_moe(x, (ids, w), up, down, main_grads=bad), lambda: expert_mlp(x, torch.tensor([0, 2, 2, 4, 6], device=DEV), up, down, main_grads=bad)):
+            with pytest.raises(TypeError, match=r"main_grads must be a pair of tensors \(of up, of down\), got (Tensor|tuple)"): f()
+
+
+def test_a_routing_of_another_form_is_named():
+    x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
+    for bad, got in ((ids, "Tensor"), ((ids, w, w), "tuple of Tensor, Tensor, Tensor"), ((ids, None), "tuple of Tensor, NoneType"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=rf"routing must be a pair of tensors \(expert, weight\), got {got}"): grouped_moe(x, bad, up, down)
+    with pytest.raises(TypeError, match="dispatch must be Dispatch or None"): grouped_moe(x, (ids, w), up, down, dispatch=(ids, w))
 
 
 def test_compiled_backward_adds_to_main_buffers():

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from moe_lab.integrations.hf import moe_state_dict
 from moe_lab.models.gpt import GPT, GPTConfig, KVCache, every, num_params
 
 TINY = dict(vocab_size=50, d_model=16, num_layers=2, num_heads=4, d_hidden=24)
@@ -23,8 +24,7 @@ def copy_from_peer(ours, theirs):
         put[a + "attention.out.weight"] = get[b + "self_attn.o_proj.weight"]
         put[a + "norm1.weight"], put[a + "norm2.weight"] = get[b + "input_layernorm.weight"], get[b + "post_attention_layernorm.weight"]
         if b + "mlp.gate.weight" in get:
-            put[a + "ffn.gate.router.weight"] = get[b + "mlp.gate.weight"]
-            put[a + "ffn.experts.up"], put[a + "ffn.experts.down"] = get[b + "mlp.experts.gate_up_proj"], get[b + "mlp.experts.down_proj"]
+            put |= {f"{a}ffn.{n}": t for n, t in moe_state_dict(theirs.model.layers[l].mlp.state_dict()).items()}
         else:
             put[a + "ffn.up"] = torch.cat([get[f"{b}mlp.{o}_proj.weight"] for o in ("gate", "up")])[None]
             put[a + "ffn.down"] = get[b + "mlp.down_proj.weight"][None]

@@ -70,6 +70,12 @@ def test_shadowed_sees_loops_and_functions_but_not_imports():
 def test_stores_nothing_of_this_machine(path): assert nb.unfit(nb.read(path)) == []
 
 
+def test_unfit_sees_warnings_and_dumps():
+    import nbformat.v4 as v
+    outs = v.new_output("stream", name="stderr", text="[library] be careful"), v.new_output("execute_result", data={"text/plain": "tensor(" + "0., " * 2000})
+    assert [t.split(":")[0] for t in nb.unfit(v.new_notebook(cells=[v.new_code_cell("f()", outputs=list(outs))]))] == ["what was said on stderr", "8007 characters of a value's repr"]
+
+
 def test_prose_is_spelled_right(tmp_path):
     for p in [*NOTEBOOKS, ROOT / "CONTRIBUTING.md"]:
         cells = [c.source for c in nb.read(p).cells if c.cell_type == "markdown"] if p.suffix == ".ipynb" else [p.read_text()]

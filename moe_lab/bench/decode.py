@@ -19,6 +19,7 @@ from ..core.types import Routing, dispatch
 from ..experts.dispatch import decode_einsum, encode_einsum
 from ..experts.layer import MoE
 from ..inference.generate import GPTDecoder, HFDecoder
+from ..integrations.hf import block_state_dict
 from ..models.gpt import GPT, GPTConfig
 
 # %% ../../nbs/bench/09_decode.ipynb #1cc2ef01
@@ -48,8 +49,7 @@ def hf_layer(name: str, implementation: str, moe: MoE, device, dtype) -> Callabl
     c = hf_config(name, hidden_size=D, num_experts=E, num_experts_per_tok=moe.gate.top_k, norm_topk_prob=moe.gate.renormalize, **width)
     c._experts_implementation = implementation
     with torch.device("meta"): block = (OlmoeSparseMoeBlock if name == "olmoe" else Qwen3MoeSparseMoeBlock)(c)
-    mine = {"gate.weight": moe.gate.router.weight, "experts.gate_up_proj": moe.experts.up, "experts.down_proj": moe.experts.down}
-    block.load_state_dict(mine, assign=True)
+    block.load_state_dict(block_state_dict(moe.state_dict()), assign=True)
     def f(x_TD):
         y = block(x_TD[None])
         return (y[0] if isinstance(y, tuple) else y)[0]

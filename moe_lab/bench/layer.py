@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from .harness import Report, Timing, machine, measure, script
 from ..experts.layer import MoE
+from ..integrations.hf import block_state_dict
 
 # %% ../../nbs/bench/02_layer.ipynb #487b7249
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 
-@torch.no_grad()
 def mixtral(moe: MoE, implementation: str) -> nn.Module:
     "transformers' block with the weights of `moe`; implementation: one of IMPLEMENTATIONS."
     from transformers import MixtralConfig
@@ -25,8 +25,7 @@ def mixtral(moe: MoE, implementation: str) -> nn.Module:
     config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=moe.gate.top_k)
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config).to(moe.experts.up)
-    for mine, theirs in ((moe.gate.router.weight, block.gate.weight), (moe.experts.up, block.experts.gate_up_proj), (moe.experts.down, block.experts.down_proj)):
-        theirs.copy_(mine)
+    block.load_state_dict(block_state_dict(moe.state_dict()))
     return block
 
 # %% ../../nbs/bench/02_layer.ipynb #1c1c545e

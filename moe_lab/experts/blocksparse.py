@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from ..core.arguments import check_type
 from ..core.backend import triton_body
 from ..core.types import Dispatch
 from .activation import get_activation
 from .dispatch import _decode, _encode
-from .grouped import _autocast, _check
+from .grouped import _autocast, _check, _check_routed
 from .products import dsd_body, sdd_body
 from .topology import max_padded_rows, padded_offsets, padded_rows, topology_from_counts
 
@@ -120,13 +121,13 @@ def blocksparse_mlp(x_TD: Tensor,
     """Sum over a token's experts of weight * expert(x) as block-sparse products (MegaBlocks, arXiv 2211.15841).
 
     Under `torch.compile` and while a CUDA graph is captured nothing may wait for the device: `sync` counts as False there.
-    Saved for backward: x, the pre-activations, every row's result, indices.
+    Saved for backward: x, the pre-activations, every row's result, indices. Weights that are not finite raise as in `grouped_moe`.
     """
     x_TD, up, down = _autocast(x_TD, up, down)
     _check(x_TD, up, down, None, None, activation)
     if block < 16 or block & (block - 1): raise ValueError(f"block must be a power of two of at least 16, got {block}")
-    for name, t in (("dispatch", d.expert), ("weight", weight)):
-        if t.shape[0] != x_TD.shape[0] or t.shape != d.expert.shape: raise ValueError(f"{name} must be ({x_TD.shape[0]}, k), got {tuple(t.shape)}")
+    check_type("d", d, Dispatch)
+    _check_routed(d.expert, weight, x_TD, d.num_experts, "d.expert")
     if d.num_experts != up.shape[0]: raise ValueError(f"dispatch is for {d.num_experts} experts, the weights for {up.shape[0]}")
     halves, f = get_activation(activation).halves, down.shape[2]
     if pad := -f % block:

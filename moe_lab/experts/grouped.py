@@ -11,6 +11,7 @@ import os
 import torch
 from torch import Tensor
 
+from ..core.arguments import check_type
 from ..core.backend import operator, triton_body
 from ..core.types import Dispatch, Routing, dispatch as make_dispatch
 from .activation import get_activation, sum_dtype
@@ -242,6 +243,7 @@ def _autocast(x, *others):
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64: return x, *others
     return tuple(t if t is None else t.to(torch.get_autocast_dtype(kind)) for t in (x, *others))
 
+# %% ../../nbs/experts/03_grouped.ipynb #037de3b9
 def _check_values(expert, weight, E):
     "Raise for values out of range: always on a CPU; on a GPU, where looking means waiting, only with MOE_LAB_CHECK=1."
     if torch.compiler.is_compiling() or not (expert.device.type == "cpu" or os.environ.get("MOE_LAB_CHECK") == "1"): return
@@ -250,14 +252,35 @@ def _check_values(expert, weight, E):
     if low < -1 or high >= E: raise ValueError(f"expert must lie in [-1, {E}), got {low} to {high}")
     if not weight.detach().isfinite().all(): raise ValueError(f"weight must be finite, got {int((~weight.isfinite()).sum())} values that are not")
 
-def _check_main(main_grads, up, down):
-    for name, m, w in zip(("up", "down"), main_grads, (up, down)):
+def _check_routed(expert, weight, x, E, name="expert"):
+    "Raise for ids and weights that do not fit x."
+    T, k = x.shape[0], expert.shape[-1] if expert.ndim else 0
+    for n, t in ((name, expert), ("weight", weight)):
+        if t.shape != (T, k): raise ValueError(f"{n} must have shape (T, k) with T = {T}, got {tuple(t.shape)}")
+        if t.device != x.device: raise ValueError(f"{n} must be on x's device {x.device}, got {t.device}")
+    if expert.dtype != torch.int64: raise TypeError(f"{name} must be int64, got {expert.dtype}")
+    if not weight.is_floating_point(): raise TypeError(f"weight must be floating point, got {weight.dtype}")
+    if T * k >= 2**30: raise ValueError(f"T*k must be below 2^30 assignments, got {T * k}")
+    _check_values(expert, weight, E)
+
+def _pair(name, value, parts):
+    "A pair of tensors, or an error that says what came instead."
+    ok = isinstance(value, (tuple, list))
+    if not ok or len(value) != 2 or not all(isinstance(t, Tensor) for t in value):
+        raise TypeError(f"{name} must be a pair of tensors ({parts}), got {type(value).__name__}{' of ' + ', '.join(type(t).__name__ for t in value) if ok else ''}")
+    return value
+
+def _main_pair(main_grads, up, down):
+    "The buffers to add to, (None, None) without."
+    if main_grads is None: return None, None
+    for name, m, w in zip(("up", "down"), _pair("main_grads", main_grads, "of up, of down"), (up, down)):
         if m.shape != w.shape or m.dtype != sum_dtype(w.dtype) or not m.is_contiguous() or m.device != w.device:
             raise ValueError(f"main_grads of {name} must be contiguous {sum_dtype(w.dtype)} {tuple(w.shape)} on {w.device}, got {m.dtype} {tuple(m.shape)} on {m.device}")
+    return tuple(main_grads)
 
 def _needs_grad(*tensors): return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
-# %% ../../nbs/experts/03_grouped.ipynb #037de3b9
+# %% ../../nbs/experts/03_grouped.ipynb #989f470d
 def expert_mlp(rows_RD: Tensor, # rows in expert order
                offsets: Tensor, # (E+1,) int: rows [offsets[e], offsets[e+1]) are expert e's; rows past the last are not computed
                up: Tensor, # (E, 2F, D), gate half first, for gated activations; else (E, F, D)
@@ -268,7 +291,7 @@ def expert_mlp(rows_RD: Tensor, # rows in expert order
                main_grads: tuple[Tensor, Tensor] | None = None, # as in `grouped_moe`
               ) -> Tensor: # (R, D); rows past offsets[-1] are 0
     "Every expert's MLP on its own rows, as when they arrive sorted from other ranks."
-    _check_main(main_grads or (), up, down)
+    main = _main_pair(main_grads, up, down)
     rows_RD, up, down, up_bias, down_bias = _autocast(rows_RD, up, down, up_bias, down_bias)
     _check(rows_RD, up, down, up_bias, down_bias, activation)
     R, E = rows_RD.shape[0], up.shape[0]
@@ -280,7 +303,7 @@ def expert_mlp(rows_RD: Tensor, # rows in expert order
     tile = tile_rows(R, E)
     tiles = _tiles(offsets, R, tile)
     return _experts(rows_RD, None, up, down, up_bias, down_bias, offsets.int(), None, None, tiles, tile, activation,
-                    _needs_grad(rows_RD, up, down, up_bias, down_bias), *(main_grads or (None, None)))[0]
+                    _needs_grad(rows_RD, up, down, up_bias, down_bias), *main)[0]
 
 # %% ../../nbs/experts/03_grouped.ipynb #f5107ebc
 def _plan_of(d, tile):
@@ -297,7 +320,7 @@ def grouped_moe(x_TD: Tensor,
                 up_bias: Tensor | None = None, # (E, 2F) or (E, F)
                 down_bias: Tensor | None = None, # (E, D)
                 dispatch: Dispatch | None = None, # of this routing, when it drops something; None: nothing is dropped
-               main_grads: tuple[Tensor, Tensor] | None = None, # float32, shapes of up and down: their gradients are added there, .grad stays None
+                main_grads: tuple[Tensor, Tensor] | None = None, # float32, shapes of up and down: their gradients are added there, .grad stays None
                ) -> Tensor: # (T, D)
     """Sum over a token's experts of weight * expert(x): gather, both products, activation and combine as one operator.
 
@@ -305,21 +328,16 @@ def grouped_moe(x_TD: Tensor,
     MOE_LAB_CHECK=1 (it costs a wait); without, such ids contribute nothing. Saved for backward: x, the pre-activations
     (T*k, 2F or F), weights and indices.
     """
-    expert, weight = (routing.expert, routing.weight) if isinstance(routing, Routing) else routing
-    _check_main(main_grads or (), up, down)
+    expert, weight = (routing.expert, routing.weight) if isinstance(routing, Routing) else _pair("routing", routing, "expert, weight")
+    check_type("dispatch", dispatch, Dispatch, None)
+    main = _main_pair(main_grads, up, down)
     x_TD, up, down, up_bias, down_bias = _autocast(x_TD, up, down, up_bias, down_bias)
     _check(x_TD, up, down, up_bias, down_bias, activation)
-    (T, _), E, k = x_TD.shape, up.shape[0], expert.shape[-1]
-    for name, t in (("expert", expert), ("weight", weight)):
-        if t.shape != (T, k): raise ValueError(f"{name} must have shape (T, k) with T = {T}, got {tuple(t.shape)}")
-        if t.device != x_TD.device: raise ValueError(f"{name} must be on x's device {x_TD.device}, got {t.device}")
-    if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
-    if not weight.is_floating_point(): raise TypeError(f"weight must be floating point, got {weight.dtype}")
-    if T * k >= 2**30: raise ValueError(f"T*k must be below 2^30 assignments, got {T * k}")
+    E = up.shape[0]
+    _check_routed(expert, weight, x_TD, E)
     if dispatch is not None and (dispatch.expert.shape != expert.shape or dispatch.num_experts != E):
         raise ValueError(f"dispatch must be of ids {tuple(expert.shape)} and {E} experts, got {tuple(dispatch.expert.shape)} and {dispatch.num_experts}")
-    _check_values(expert, weight, E)
-    tile = tile_rows(T * k, E)
+    tile = tile_rows(expert.numel(), E)
     plan = expert_plan(expert, E, tile) if dispatch is None else _plan_of(dispatch, tile)
     return _experts(x_TD, weight, up, down, up_bias, down_bias, *plan, tile, activation,
-                    _needs_grad(x_TD, weight, up, down, up_bias, down_bias), *(main_grads or (None, None)))[0]
+                    _needs_grad(x_TD, weight, up, down, up_bias, down_bias), *main)[0]
