@@ -36,7 +36,10 @@ def execute(nb, cwd, timeout=600):
     client = NotebookClient(run, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(cwd)}},
                             skip_cells_with_tag="skip-execution", store_widget_state=False)
     client.on_notebook_start = lambda notebook: client.kc.hb_channel.stop()     # nobody listens to the heart, and its channel takes a second to leave a kernel that has ended
-    client.execute(env=env)
+    client.create_kernel_manager()
+    with tempfile.TemporaryDirectory() as sockets:
+        client.km.transport, client.km.ip = "ipc", f"{sockets}/kernel"      # no port that another process may take first
+        client.execute(env=env)
     run.metadata.pop("widgets", None)   # ids are random, and a page has no kernel: what it shows are frames
     for c in code:
         c.metadata.pop("tags", None)
