@@ -179,7 +179,7 @@ def test_command_line(text, tmp_path, capsys, monkeypatch):
     status, said = run("--data", str(text), *args)
     assert status == 0 and "validation loss" in said.out and len([o for o in read_log(tmp_path / "r" / "log.jsonl") if "loss" in o]) == 3
     assert json.loads((tmp_path / "r" / "tokenizer.json").read_text())
-    for bad, word in ((["--data", str(tmp_path / "none")], "no file or folder"), (["--data", str(text), *args, "--lr", "1"], "another run"), (["--steps", "0"], "steps must be > 0")):
+    for bad, word in ((["--data", str(tmp_path / "none")], "no file or folder"), (["--data", str(text), *args, "--lr", "1"], "another run"), (["--steps", "0"], "steps must be in [1,")):
         status, said = run(*bad)
         assert status == 2 and word in said.err and said.err.count("\n") == 1
 
