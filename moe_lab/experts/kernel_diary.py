@@ -48,6 +48,8 @@ ENTRIES = [
     ("4 prefixes of chunks by the first kernel", "routing metadata", "no loop over partial sums, 32 ids a chunk, all chunks in parallel: 31 us -> 18 us", "52 to 126 us over 19 variants", "125 us at 512 experts",
      "wrong, and version 1 had said so: one histogram over (chunks, experts) takes 43 us by itself. The faster placing (16 us) does not pay for it"),
     ("4 order of tiles", "dH", "groups of 4 or 16 row tiles share more of W_down in the cache: +2 %", "506 and 499 (groups of 8: 501)", "518 and 509 (517) at 64 experts", "no change worth a rule"),
+    ("4 each product alone", "all", "dH is the one far behind its dense product", "up 655, down 690, dX rows 744, dW up 672, dW down 635, dH 501 (dense product 770)", "at shape 2 instead: up 673, dH 517 (dense product 801)",
+     "right: dH at 65 % is what a step lacks. Shape 6, which misses dense with backward, has not been taken apart"),
     ("4 sixteen rows a block", "dH", "fewer registers, more blocks in flight", "415", "429 at 64 experts", "wrong: twice the barriers"),
     ("5 fewer waits", "decode step", "all ranks at once in the gate, second product cut by expert and columns, first keys before the wait, one kernel to begin: 1,000 us -> 850", "978 us", "5,540 us (9,400 before)",
      "a tenth of what was hoped for one request: a profile finds attention at 8.0 us a layer, more than before; right for 16"),
