@@ -151,7 +151,8 @@ def upcycle(gate: Tensor | None, # (F,D) of a gated FFN, None without gate
            ) -> dict[str, Tensor]: # `up`, `down` of the experts
     "Experts that all start as one dense FFN."
     whole(num_experts, "num_experts")
-    for name, t, want in (("up", up, up.shape[-2:]), ("gate", gate, up.shape), ("down", down, up.shape[::-1])):
+    if up.ndim != 2: raise ValueError(f"up must be (F, D), got {tuple(up.shape)}")
+    for name, t, want in (("gate", gate, up.shape), ("down", down, up.shape[::-1])):
         if t is not None and t.shape != want: raise ValueError(f"{name} must have shape {tuple(want)} beside up {tuple(up.shape)}, got {tuple(t.shape)}")
     wide = up if gate is None else torch.cat([gate, up])
     return dict(up=wide.expand(num_experts, -1, -1).clone(), down=down.expand(num_experts, -1, -1).clone())
