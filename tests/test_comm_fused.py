@@ -88,7 +88,7 @@ def test_wrong_arguments():
     x, w = torch.ones(1, 2, 3, 4), torch.ones(2, 5, 4)
     for f, why in ((lambda: fused.gemm_all_to_all(x[0], w), "x must be"), (lambda: fused.gemm_all_to_all(x, w[:, :, :2]), "weight must be"),
                    (lambda: fused.embedding_all_to_all(torch.ones(1, 2, 3), torch.zeros(1, 3, 1, dtype=torch.int64), overlap="coarse"), "coarse"),
-                   (lambda: fused.gemv_all_reduce(torch.ones(2, 3), torch.ones(2, 4)), "share K"), (lambda: tile_order(0, 2, 3, r=2, p=1), "0 <= r <= p")):
+                   (lambda: fused.gemv_all_reduce(torch.ones(2, 3), torch.ones(2, 4)), "share K"), (lambda: tile_order(0, 2, 3, r=2, p=1), "r must be in")):
         with pytest.raises(ValueError, match=why): f()
 
 
@@ -223,3 +223,20 @@ def test_operators_on_gpus(): launch(operators_on_gpus, 2, 2, backend="nccl")   
 @pytest.mark.gpu2
 @pytest.mark.parametrize("tokens", [512, 16])
 def test_layer_on_gpus(tokens): assert max(launch(layer_on_gpus, 2, 2, tokens, backend="nccl")) < .01
+
+
+def test_fused_calls_are_differentiable_once():
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 1, 2, 3), (1, 4, 3)))
+    g, = torch.autograd.grad(fused.gemm_all_to_all(x, w).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|differentiate twice"): g.sum().backward()
+
+
+@pytest.mark.parametrize("obstacle, shapes", [(fused._gemv_obstacle, ((2, 8), (4, 8))), (fused._embedding_obstacle, ((1, 4, 8), (1, 2, 2)))])
+def test_kernels_are_not_for_float64(obstacle, shapes):
+    assert "float64" in obstacle(torch.float64, *shapes) and obstacle(torch.float32, *shapes) is None
+
+
+@pytest.mark.parametrize("kw", [dict(world=0), dict(tiles=0), dict(slices=-1), dict(programs=0), dict(resident=0), dict(calls=0), dict(proto=Protocol(buffers=0))])
+def test_no_protocol_runs_with_nothing(kw):
+    with pytest.raises(ValueError, match="buffers" if "proto" in kw else next(iter(kw))): run_schedule(0, **kw)
+    with pytest.raises(ValueError, match="schedules"): first_failure(Protocol(release=False), -3)

@@ -14,9 +14,11 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..cluster.launch import NO_MULTICAST
+from .fused_protocol import tile_order
 from ..core.backend import current
 
 # %% ../../nbs/comm/04b_fused.ipynb #782b60a9
@@ -33,10 +35,10 @@ def _gemm_plain(x_WECK, weight_ENK, group):
     return _exchange(torch.einsum("weck,enk->wecn", x_WECK, weight_ENK), group)
 
 def _embedding_plain(table_tVD, index_tBL, group):
-    W, (t, B, L) = _world(group), index_tBL.shape
-    pooled = torch.stack([F.embedding(i, w).sum(1) for w, i in zip(table_tVD, index_tBL)])      # (t, B, D)
-    by_owner = pooled.view(t, W, B // W, -1).transpose(0, 1)
-    return _exchange(by_owner, group).permute(2, 0, 1, 3).reshape(B // W, W * t, -1)
+    W, (t, B, L), D = _world(group), index_tBL.shape, table_tVD.shape[2]
+    pooled = torch.stack([F.embedding(i, w).sum(1) for w, i in zip(table_tVD, index_tBL)]) if t else table_tVD.new_empty(0, B, D)      # (t, B, D)
+    by_owner = pooled.view(t, W, B // W, D).transpose(0, 1)
+    return _exchange(by_owner, group).permute(2, 0, 1, 3).reshape(B // W, W * t, D)
 
 def _gemv_plain(x_MK, weight_NK, group):
     y = F.linear(x_MK, weight_NK)
@@ -124,7 +126,7 @@ def _warn_once(why): warnings.warn(f"fused operator falls back to compute-then-c
 @lru_cache(4096)
 def _decide(op, overlap, device, dtype, x_shape, w_shape, group, backend):
     if overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {overlap!r}")
-    if overlap == "none" or _world(group) == 1 or backend == "torch" or 0 in x_shape: return "none"
+    if overlap == "none" or _world(group) == 1 or backend == "torch" or 0 in x_shape + w_shape: return "none"
     obstacle, winner = _rules[op]
     why = obstacle(dtype, x_shape, w_shape) if device == "cuda" and peers_reachable(group) else "the ranks' GPUs cannot write each other's memory"
     if why is None: return winner(x_shape) if overlap == "auto" else overlap
@@ -134,6 +136,9 @@ def _decide(op, overlap, device, dtype, x_shape, w_shape, group, backend):
 def _choose(op: str, overlap: str, x: Tensor, w: Tensor, group) -> str:
     "The overlap that will run."
     return _decide(op, overlap, x.device.type, x.dtype, x.shape, w.shape, group or (dist.group.WORLD if dist.is_initialized() else None), current())
+
+def _fits(buf, words):
+    if buf.half < words: raise ValueError(f"the buffer must have half >= {words} words for this call, got {buf.half}")
 
 def _aligned(x): return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
@@ -177,6 +182,7 @@ def _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
+    tile_order(0, 1, 1, *order)                                       # an order that is none would store outside the buffer
     t, (_, x_dest, x_expert) = tile or pick_tile(K, W * E * C, N), _rows(x_WECK)
     def desc(base, rows, cols, *block):
         return TensorDescriptor(base, [rows, cols], [cols, 1], list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16))
@@ -215,6 +221,8 @@ def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=None, stages=None, n
     from moe_lab.comm import fused_kernels as k
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
     if W * C > FEW: raise ValueError(f"rows of all destinations must be at most {FEW} an expert, got {W * C}")
+    if N % 2: raise ValueError(f"N must be even (two columns travel in a word), got {N}")
+    _fits(buf, W * E * C * N // 2)
     (x, x_dest, x_expert), w, BM = _rows(x_WECK), _aligned(weight_ENK), max(16, _pow2(W * C))
     BK, stages = BK or (256 if BM <= 32 else 128), stages or (3 if BM <= 32 else 4)
     y = torch.empty(W, E, C, N, dtype=x.dtype, device=x.device)
@@ -258,6 +266,9 @@ def _gemm_run(x, w, group, overlap):
         if part.start < part.stop: y[part].copy_(got[part])
     return y
 
+def _one_dtype(x, w):
+    if w.dtype != x.dtype: raise TypeError(f"weight must have x's dtype {x.dtype}, got {w.dtype}")
+
 def _call(function, run, x, w, *rest):
     "`run`, through autograd only where a gradient may be asked for."
     return (function.apply if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad) else run)(x, w, *rest)
@@ -270,6 +281,7 @@ class _GemmAllToAll(torch.autograd.Function):
         return _gemm_run(x, w, group, overlap)
 
     @staticmethod
+    @once_differentiable                          # the exchange has no derivative of its own
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         dy = _exchange(dy, ctx.group)              # an all-to-all is its own transpose
@@ -283,9 +295,10 @@ def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert
                     group=None, # process group; None: the default one
                     overlap: str = "auto", # 'none' (product, then collective), 'coarse' (pieces and copy engine), 'fused', 'auto' (the measured winner)
                    ) -> Tensor: # (W,E,C,N): rows by source rank and that rank's expert
-    "y = x w^T, each block sent to the rank that its first index names (SC'24, section 3.3: GEMM + All-to-All). Differentiable."
+    "y = x w^T, each block sent to the rank that its first index names (SC'24, section 3.3: GEMM + All-to-All). Differentiable once."
     if x_WECK.ndim != 4 or x_WECK.shape[0] != _world(group): raise ValueError(f"x must be (W={_world(group)}, E, C, K), got {tuple(x_WECK.shape)}")
     if weight_ENK.shape[::2] != x_WECK.shape[1::2]: raise ValueError(f"weight must be (E={x_WECK.shape[1]}, N, K={x_WECK.shape[3]}), got {tuple(weight_ENK.shape)}")
+    _one_dtype(x_WECK, weight_ENK)
     return _call(_GemmAllToAll, _gemm_run, x_WECK, weight_ENK, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #08794de8
@@ -294,6 +307,7 @@ def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0
     from moe_lab.comm import fused_kernels as k
     (t, V, D), (_, B, L), W = table_tVD.shape, index_tBL.shape, buf.world
     local = B // W
+    tile_order(0, 1, 1, *order)
     own, programs = -(-local // samples) * t, programs or 8 * _multiprocessors(table_tVD.device)
     if slices and (slices > SLICES or own % slices): raise ValueError(f"slices must be at most {SLICES} and divide the {own} tiles of a destination, got {slices}")
     buf.launch(("embedding", table_tVD.shape, index_tBL.shape, table_tVD.dtype, order, slices, programs, samples, num_warps), k.embedding_send, min(programs, own * W),
@@ -302,6 +316,7 @@ def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0
     return buf.view(buf.rank, (local, W * t, D), table_tVD.dtype)
 
 def _embedding_obstacle(dtype, table_shape, index_shape):
+    if dtype.itemsize > 4: return f"the kernel adds in float32, got {dtype}"
     if table_shape[2] % 8: return f"D must be a multiple of 8, got {table_shape[2]}"
 
 def _embedding_run(table, index, group, overlap):
@@ -316,6 +331,7 @@ class _EmbeddingAllToAll(torch.autograd.Function):
         return _embedding_run(table, index, group, overlap)
 
     @staticmethod
+    @once_differentiable                          # the exchange has no derivative of its own
     def backward(ctx, dy):
         (index,), (t, V, D), W = ctx.saved_tensors, ctx.shape, _world(ctx.group)
         back = _exchange(dy.view(-1, W, t, D).transpose(0, 1), ctx.group)              # (W, B/W, t, D): my tables, all samples
@@ -331,11 +347,19 @@ def embedding_all_to_all(table_tVD: Tensor, # this rank's t tables
                          group=None, # process group; None: the default one
                          overlap: str = "auto", # 'none', 'fused' or 'auto'
                         ) -> Tensor: # (B/W, W*t, D): this rank's samples, all tables in rank order
-    "Sum-pooled embeddings, each delivered to the rank that owns its sample (SC'24: Embedding + All-to-All). Differentiable in the tables."
+    """Sum-pooled embeddings, each delivered to the rank that owns its sample (SC'24: Embedding + All-to-All). Differentiable once, in the tables.
+
+    An index outside [0, V) raises on a CPU, on a GPU with MOE_LAB_CHECK=1 (it costs a wait); without, the kernel would read other memory.
+    """
+    if table_tVD.ndim != 3: raise ValueError(f"table must be (t, V, D), got {tuple(table_tVD.shape)}")
+    if index_tBL.dtype != torch.int64: raise TypeError(f"index must be int64, got {index_tBL.dtype}")
     W, (t, V, D) = _world(group), table_tVD.shape
     if index_tBL.ndim != 3 or index_tBL.shape[0] != t: raise ValueError(f"index must be (t={t}, B, L), got {tuple(index_tBL.shape)}")
     if index_tBL.shape[1] % W: raise ValueError(f"the number of samples ({index_tBL.shape[1]}) must be a multiple of the number of ranks ({W})")
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
+    if index_tBL.numel() and (not index_tBL.is_cuda or os.environ.get("MOE_LAB_CHECK") == "1"):
+        low, high = (int(i) for i in index_tBL.aminmax())
+        if low < 0 or high >= V: raise ValueError(f"index must lie in [0, V={V}), got {low} to {high}")
     return _call(_EmbeddingAllToAll, _embedding_run, table_tVD, index_tBL, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #4a21841c
@@ -345,6 +369,7 @@ def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=No
     from moe_lab.comm import fused_kernels as k
     if phases not in (1, 2): raise ValueError(f"phases must be 1 or 2, got {phases}")
     (M, K), N, W = x_MK.shape, weight_NK.shape[0], buf.world
+    _fits(buf, W * M * N if phases == 1 else _gemv_words(M, N, W))
     x, w, y = _aligned(x_MK), _aligned(weight_NK), torch.empty(M, N, dtype=x_MK.dtype, device=x_MK.device)
     # every program waits for its twins, so all must be resident at once
     programs, BN, BK = programs or (4 if M == 1 else 2), BN or (8 if M == 1 else 32), min(BK or (512 if M == 1 else 256), max(16, _pow2(K)))
@@ -357,6 +382,7 @@ def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=No
 def _gemv_words(M, N, W): return M * (W + 1) * (N + 64 * W)           # enough for either form
 
 def _gemv_obstacle(dtype, x_shape, w_shape):
+    if dtype.itemsize > 4: return f"the kernel adds in float32, got {dtype}"
     if x_shape[0] > 16: return f"the fused kernel is for at most 16 rows, got {x_shape[0]}"
     if x_shape[1] % 8: return f"K must be a multiple of 8, got {x_shape[1]}"
 
@@ -373,6 +399,7 @@ class _GemvAllReduce(torch.autograd.Function):
         return _gemv_run(x, w, group, overlap)
 
     @staticmethod
+    @once_differentiable                          # the exchange has no derivative of its own
     def backward(ctx, dy):                       # dy is the same on every rank, as y is
         x, w = ctx.saved_tensors
         return dy @ w, dy.t() @ x, None, None
@@ -383,8 +410,9 @@ def gemv_all_reduce(x_MK: Tensor, # this rank's slice of the inputs, M <= 16 tok
                     group=None, # process group; None: the default one
                     overlap: str = "auto", # 'none', 'fused' or 'auto'
                    ) -> Tensor: # (M,N) on every rank
-    "sum over ranks of x w^T, the same bits on every rank (SC'24: GEMV + AllReduce, two-phase direct). Differentiable; dy must be the same on all ranks."
+    "sum over ranks of x w^T, the same bits on every rank (SC'24: GEMV + AllReduce, two-phase direct). Differentiable once; dy must be the same on all ranks."
     if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]:
         raise ValueError(f"x (M, K) and weight (N, K) must share K, got {tuple(x_MK.shape)} and {tuple(weight_NK.shape)}")
+    _one_dtype(x_MK, weight_NK)
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
     return _call(_GemvAllReduce, _gemv_run, x_MK, weight_NK, group, overlap)

@@ -10,6 +10,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+from ..core.arguments import whole
+
 # %% ../../nbs/comm/04_fused_protocol.ipynb #ab0b18dd
 def tile_at(t, # position in the order
             rank, own, remote, # how many tiles stay here, and go away
@@ -24,7 +26,7 @@ def tile_at(t, # position in the order
 def tile_order(rank: int, world: int, tiles: int, # tiles for each destination
                r: int = 1, p: int = 2) -> list[tuple[int, int]]: # [(destination, tile of that destination)]
     "The order in which `rank` makes its `world * tiles` tiles. Remote ones go round the peers, so that every link is used from the start."
-    if not 0 <= r <= p or p < 1: raise ValueError(f"need 0 <= r <= p and p >= 1, got r={r}, p={p}")
+    whole(rank, "rank", 0, whole(world, "world") - 1); whole(tiles, "tiles", 0); whole(r, "r", 0, whole(p, "p"))
     return [tile_at(t, rank, tiles, tiles * (world - 1), r, p, world) for t in range(tiles * world)]
 
 # %% ../../nbs/comm/04_fused_protocol.ipynb #99e377bb
@@ -128,6 +130,8 @@ def run_schedule(seed: int, # one seed, one schedule
 
     AssertionError: a reader saw a row of another call (or none). TimeoutError: nobody could move any more.
     """
+    for name, v, least in (("world", world, 1), ("tiles", tiles, 1), ("slices", slices, 0), ("programs", programs, 1), ("resident", resident, 1), ("calls", calls, 1), ("buffers", proto.buffers, 1)):
+        whole(v, name, least)
     if slices and tiles % slices: raise ValueError(f"tiles ({tiles}) must be a multiple of slices ({slices})")
     rng, mem = random.Random(seed), _World(world, tiles, slices)
     ranks = {k: _rank(mem, k, programs, resident, calls, proto, rng, r, p) for k in range(world)}
@@ -149,6 +153,6 @@ def run_schedule(seed: int, # one seed, one schedule
 def first_failure(proto: Protocol, # a variant
                   schedules: int = 200, start: int = 0, **kw) -> tuple[int, str] | None: # (seed, what went wrong); None when all pass
     "The first of so many schedules that breaks a variant."
-    for seed in range(start, start + schedules):
+    for seed in range(start, start + whole(schedules, "schedules")):
         try: run_schedule(seed, proto=proto, **kw)
         except (AssertionError, TimeoutError) as e: return seed, f"{type(e).__name__}: {e}"
