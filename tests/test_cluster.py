@@ -5,13 +5,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_lab.cluster.groups import group, mesh
-from moe_lab.cluster.launch import RankError, launch, step
+from moe_lab.cluster.groups import grid, group, mesh
+from moe_lab.cluster.launch import Pool, RankError, _Nursery, launch, step
 
 
 def failure(ranks, f, *args, **kw):
     with pytest.raises(RankError) as e: ranks.run(f, *args, **kw)
     return e.value
+
+
+def gone(pids):
+    "Do they all end within ten seconds?"
+    def alive(pid):
+        try: return "Z" not in open(f"/proc/{pid}/stat").read().split(")")[1].split()[0]
+        except FileNotFoundError: return False
+    end = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < end: time.sleep(.05)
+    return not any(map(alive, pids))
 
 
 def add(x):
@@ -93,12 +103,38 @@ def test_no_orphan_when_the_starting_process_is_killed(tmp_path):
     while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < end: time.sleep(.1)
     pids = [int(f.read_text()) for f in files]
     job.kill(); job.wait()
-    def alive(pid):
-        try: return "Z" not in open(f"/proc/{pid}/stat").read().split(")")[1].split()[0]
-        except FileNotFoundError: return False
-    end = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < end: time.sleep(.05)
-    assert not any(map(alive, pids))
+    assert gone(pids)
+
+
+def test_two_threads_may_launch():
+    "Their questions to the one process that forks are not mixed up."
+    told = {}
+    def several(i): told[i] = [launch(lambda a, b: 10 * a + b + dist.get_rank(), 2, i, j, backend="gloo") for j in range(3)]
+    threads = [threading.Thread(target=several, args=(i,)) for i in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert told == {i: [[10 * i + j, 10 * i + j + 1] for j in range(3)] for i in range(2)}
+
+
+def test_a_pool_outlives_the_process_that_forks(monkeypatch):
+    monkeypatch.setattr(_Nursery, "_one", None)
+    with Pool(2, backend="gloo") as pool:
+        pids = pool.run(os.getpid)
+        _Nursery._one.process.kill(); _Nursery._one.process.wait()
+        assert pool.run(os.getpid) == pids
+    assert gone(pids)
+    assert launch(dist.get_rank, 2, backend="gloo") == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [0, 5, True, 1.5])
+def test_number_of_ranks_is_checked(ranks, bad):
+    with pytest.raises((TypeError, ValueError), match="n must be"): ranks.run(os.getpid, n=bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan"), "5", True])
+def test_timeout_is_a_finite_number_of_seconds(ranks, bad):
+    for f in (lambda: ranks.run(os.getpid, timeout=bad), lambda: Pool(2, timeout=bad)):
+        with pytest.raises((TypeError, ValueError), match="timeout"): f()
 
 
 def test_groups_set_up_twice(ranks):   # D17
@@ -112,6 +148,12 @@ def test_groups_set_up_twice(ranks):   # D17
 def test_bad_groups_are_refused_on_every_rank(ranks):
     for bad in ([], [0, 0], [0, 4], [-1]):
         assert set(failure(ranks, group, bad).failures) == {0, 1, 2, 3}
+
+
+def test_ranks_and_sizes_are_ints(ranks):
+    assert set(failure(ranks, group, [1.5]).failures.values()) == {"TypeError: ranks must be ints, got [1.5]"}
+    assert ranks.run(lambda: group(torch.tensor([0, 1])) is group((0, 1))) == [True] * 4
+    for f in (mesh, grid): assert all("sizes must be ints" in f for f in failure(ranks, lambda: f(a=True, b=4)).failures.values())
 
 
 def test_collectives_of_made_groups_time_out(ranks):

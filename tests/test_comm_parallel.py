@@ -1,10 +1,11 @@
 """Expert parallelism on several ranks equals one process; faults end fast and name the rank."""
-import os, random, signal, subprocess, sys, textwrap, time
+import json, math, os, random, signal, subprocess, sys, textwrap, time
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -205,6 +206,13 @@ def test_rank_without_experts_or_gradients_knows_the_norm(ranks):               
     assert [o[:2] for o in ranks.run(run)] == [(n * (1 + 4 + 9), 3)] * 4
 
 
+@pytest.mark.parametrize("bad", [-1., math.nan, math.inf, "1"])
+def test_no_norm_to_clip_to(bad):
+    m = nn.Linear(2, 2); m.weight.grad = torch.ones(2, 2)
+    with pytest.raises((TypeError, ValueError), match="max_norm must be"): clip_grad_norm(m, bad)
+    assert (m.weight.grad == 1).all()
+
+
 def test_noise_differs_between_ranks_and_not_between_runs(ranks):
     def run():
         torch.manual_seed(7); drop = nn.Dropout(.5)
@@ -315,6 +323,39 @@ def test_missing_and_extra_tensors_are_named(tmp_path):                         
     torch.manual_seed(1); n = Model(); import_safetensors(tmp_path / "m.safetensors", n)
     assert all(torch.equal(a, b) for a, b in zip(before, n.parameters()))
     with pytest.raises(ValueError, match="lacks gate_experts_mask"): import_safetensors(tmp_path / "m.safetensors", Other())
+
+
+def test_a_step_is_a_number_and_its_folder_complete(tmp_path):
+    m = One(2)
+    for bad in (-1, 10**8, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match="step must be"): save(tmp_path, bad, m)
+    save(tmp_path, 60, m)
+    for name in ("step-50", "step-60", "step-00000050", "step-00000070.partial"): (tmp_path / name).mkdir()
+    assert steps(tmp_path) == [60] and load(tmp_path, m) == {}
+
+
+def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(ranks, tmp_path):
+    with pytest.raises(RankError) as e: ranks.run(lambda: save(tmp_path, 1, One(2), extra={"a": {1}}), n=2, timeout=20)
+    assert len(e.value.failures) == 2 and all("extra and the optimizer" in f for f in e.value.failures.values()) and not any(tmp_path.iterdir())
+
+
+def test_another_optimizer_is_named(tmp_path):
+    m, other = One(2), One(2)
+    foreign = torch.optim.AdamW(other.parameters())
+    with pytest.raises(ValueError, match="optimizer must be one of this model"): save(tmp_path, 1, m, foreign)
+    save(tmp_path, 1, m, torch.optim.AdamW(m.parameters()))
+    with pytest.raises(ValueError, match="optimizer must be one of this model"): load(tmp_path, m, foreign)
+    with pytest.raises(ValueError, match="optimizer must be AdamW as in .*, got SGD"): load(tmp_path, m, torch.optim.SGD(m.parameters()))
+
+
+def test_integers_and_names_without_experts_are_refused(tmp_path):
+    m = One(2); before = [p.clone() for p in m.parameters()]
+    save_file({k: v.long() for k, v in m.state_dict().items()}, tmp_path / "whole.safetensors")
+    with pytest.raises(ValueError, match="only one of the two has floating-point numbers in moe"): import_safetensors(tmp_path / "whole.safetensors", m)
+    assert all(torch.equal(a, b) for a, b in zip(before, m.parameters()))
+    about = save(tmp_path, 1, m) / "extra.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"stacks": {"moe.missing": "up"}}))
+    with pytest.raises(ValueError, match="all experts of moe.missing"): export_safetensors(about.parent, tmp_path / "out.safetensors")
 
 
 # Faults -------------------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ __all__ = ['max_groups', 'group', 'mesh', 'Grid', 'grid']
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from operator import index
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .launch import collective_timeout, rank_device
+from ..core.arguments import short
 
 # %% ../../nbs/cluster/03_groups.ipynb #411d1541
 _world = None               # the default group that the caches below belong to
@@ -51,7 +53,8 @@ max_groups = 64   # kept by `group`; the least recently used one is destroyed
 def group(ranks) -> dist.ProcessGroup | None: # global ranks, in group order
     "The group over `ranks`, None on a rank outside. All ranks of the world call this, in the same order; a known group costs nothing."
     _caches()
-    ranks = tuple(int(r) for r in ranks)
+    try: ranks = tuple(map(index, ranks := list(ranks)))
+    except TypeError: raise TypeError(f"ranks must be ints, got {short(ranks)}") from None
     if ranks not in _recent:
         made, = _make(ranks)
         while len(_recent) >= max_groups:
@@ -68,7 +71,7 @@ def mesh(**sizes: int # names and sizes from the outside in, e.g. dp=2, ep=4; th
     _caches()
     W, key = dist.get_world_size(), tuple(sizes.items())
     table = torch.arange(W)
-    if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes.values()) or torch.Size(sizes.values()).numel() != W:
+    if not sizes or any(type(n) is not int or n < 1 for n in sizes.values()) or torch.Size(sizes.values()).numel() != W:
         raise ValueError(f"sizes must be ints >= 1 whose product is the number of ranks, {W}, got {sizes}")
     if key not in _meshes:
         table, own = table.view(*sizes.values()), []
@@ -111,7 +114,7 @@ def grid(**sizes: int # names and sizes from the outside in, e.g. node=2, gpu=4;
     "The grid that this rank is in: consecutive blocks of ranks, as many as fit. All ranks call this in the same order."
     W = dist.get_world_size()
     sizes = sizes or {"rank": W}
-    n = math.prod(sizes.values()) if all(isinstance(v, int) and v > 0 for v in sizes.values()) else 0
+    n = math.prod(sizes.values()) if all(type(v) is int and v > 0 for v in sizes.values()) else 0
     if not n or W % n: raise ValueError(f"sizes must be ints >= 1 whose product divides the number of ranks, {W}, got {sizes}")
     if "block" in sizes: raise ValueError("the name 'block' is taken, by the blocks of ranks")
     inner, flat, key = mesh(block=W // n, **sizes), mesh(block=W // n, rank=n), ("grid", *sizes.items())

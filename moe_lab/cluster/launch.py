@@ -6,12 +6,14 @@
 __all__ = ['NO_MULTICAST', 'step', 'rank_device', 'collective_timeout', 'RankError', 'Pool', 'launch']
 
 # %% ../../nbs/cluster/02_launch.ipynb #231e782f
-import atexit, gc, io, os, pickle, queue, re, signal, socket, struct, subprocess, sys, threading, time, traceback
+import atexit, contextlib, gc, io, os, pickle, queue, re, signal, socket, struct, subprocess, sys, threading, time, traceback
 from datetime import timedelta
 from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
+
+from ..core.arguments import number, whole
 
 # %% ../../nbs/cluster/02_launch.ipynb #79c85ec1
 def _dumps(obj):
@@ -102,7 +104,9 @@ def _nursery(fd):
             control.sendall(struct.pack("q", pid))
         else:
             pid, = struct.unpack("q", message)
-            control.sendall(struct.pack("q", os.waitpid(pid, 0)[1]))
+            try: status = os.waitpid(pid, 0)[1]
+            except ChildProcessError: status = signal.SIGKILL         # the worker of a nursery that is gone
+            control.sendall(struct.pack("q", status))
 
 # %% ../../nbs/cluster/02_launch.ipynb #c6f3e6c5
 # Making an NVLink multicast object can disable the GPUs of a shared host: no rank may.
@@ -111,10 +115,10 @@ NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"
 # %% ../../nbs/cluster/02_launch.ipynb #d7cd13ef
 class _Nursery:
     "The starting process's end of `_nursery`: one a process, made when first needed."
-    _one = None
+    _one, _making = None, threading.Lock()
 
     def __init__(self):
-        self.control, theirs = socket.socketpair()
+        (self.control, theirs), self.lock = socket.socketpair(), threading.Lock()
         self.owner, fd = os.getpid(), theirs.fileno()
         env = os.environ | NO_MULTICAST | {"PYTHONPATH": os.pathsep.join(sys.path)}
         env.setdefault("OMP_NUM_THREADS", "1")                                   # n ranks share this host's cores
@@ -127,26 +131,30 @@ class _Nursery:
 
     @classmethod
     def get(cls):
-        if cls._one is None or cls._one.owner != os.getpid() or cls._one.process.poll() is not None: cls._one = cls()
-        return cls._one
+        with cls._making:
+            if cls._one is None or cls._one.owner != os.getpid() or cls._one.process.poll() is not None: cls._one = cls()
+            return cls._one
 
-    def _answer(self):
-        answer = self.control.recv(8, socket.MSG_WAITALL)
+    def _ask(self, send, *question):
+        "One question at a time: threads share the socket, and an answer does not say whose it is."
+        try:
+            with self.lock:
+                send(*question)
+                answer = self.control.recv(8, socket.MSG_WAITALL)
+        except ConnectionError: answer = b""
         if len(answer) < 8: raise RuntimeError("the process that starts ranks has ended; the next run starts another")
         return struct.unpack("q", answer)[0]
 
     def fork(self):
         "A new worker: its pid and our end of its pipe."
         ours, theirs = socket.socketpair()
-        socket.send_fds(self.control, [bytes(8)], [theirs.fileno()])
-        theirs.close()
-        return self._answer(), connection.Connection(ours.detach())
+        with theirs: pid = self._ask(socket.send_fds, self.control, [bytes(8)], [theirs.fileno()])
+        return pid, connection.Connection(ours.detach())
 
     def reap(self, pid):
         "End a worker that has not ended yet; its wait status."
-        os.kill(pid, signal.SIGKILL)     # changes nothing for one that is already ending
-        self.control.sendall(struct.pack("q", pid))
-        return self._answer()
+        with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)     # changes nothing for one that is already ending
+        return self._ask(self.control.sendall, struct.pack("q", pid))
 
     def close(self):
         self.control.close()
@@ -215,6 +223,9 @@ def _hear(workers, n, inside, grace):
     return [pickle.loads(results[r][0]) for r in range(n)]
 
 # %% ../../nbs/cluster/02_launch.ipynb #0f838cf2
+def _seconds(timeout): return number(timeout, "timeout [s]", .001, 1e6)
+
+
 class Pool:
     """`n` rank processes for any number of runs.
 
@@ -224,7 +235,7 @@ class Pool:
     grace = 5.   # seconds that the other ranks get after the first failure
 
     def __init__(self, n: int, *, timeout: float = 60., backend: str | None = None):
-        if not isinstance(n, int) or n < 1: raise ValueError(f"n must be an int >= 1, got {n!r}")
+        n, timeout = whole(n, "n"), _seconds(timeout)
         gpus = torch.cuda.device_count()
         if backend is None: backend = "nccl" if n <= gpus else "gloo"
         if backend not in ("gloo", "nccl"): raise ValueError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
@@ -237,9 +248,7 @@ class Pool:
             timeout: float | None = None, # instead of the pool's [s]
            ) -> list: # what the ranks returned, in order
         "Call `fn` on every rank. Raises `RankError` when one fails."
-        n, timeout = n or self.n, timeout or self.timeout
-        if not 1 <= n <= self.n: raise ValueError(f"n must be in [1, {self.n}], got {n}")
-        if not timeout > 0: raise ValueError(f"timeout must be > 0 [s], got {timeout}")
+        n, timeout = self.n if n is None else whole(n, "n", 1, self.n), self.timeout if timeout is None else _seconds(timeout)
         payload = _dumps((fn, args))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.groups import mesh
 from ..cluster.launch import step as note_step
+from ..core.arguments import whole
 from ..core.files import open_tensors, read_bytes, read_json, unpickle
 from ..experts.activation import get_activation
 from ..experts.layer import MoE
@@ -69,6 +70,7 @@ def _optimizer_pieces(model, optimizer, stored=None):
     (model, stacked), out = _names(model), {}
     names = {id(p): _clean(n) for n, p in model.named_parameters()}
     for p in (p for g in optimizer.param_groups for p in g["params"]):
+        if id(p) not in names: raise ValueError(f"optimizer must be one of this model: its parameter of shape {tuple(p.shape)} is not the model's")
         name, stack = names[id(p)], stacked.get(id(p))
         keys = list(_split(name, p.detach(), stack))
         if stored is not None:
@@ -95,8 +97,8 @@ def _quietly(f, state, **kwargs):
 
 def steps(root) -> list[int]:
     "The steps whose checkpoints under `root` are complete, in order."
-    found = (re.fullmatch(r"step-(\d+)", p.name) for p in Path(root).glob("step-*"))
-    return sorted(int(m[1]) for m in found if m)
+    found = ((re.fullmatch(r"step-(\d{8})", p.name), p / "extra.json") for p in Path(root).glob("step-*"))
+    return sorted(int(m[1]) for m, last in found if m and last.is_file())
 
 
 def save(root, # folder that all ranks see
@@ -106,22 +108,28 @@ def save(root, # folder that all ranks see
          extra: dict | None = None, # anything that JSON can hold, e.g. the position in the data
         ) -> Path:
     "Write `root`/step-N, by all ranks together; it appears only when it is complete."
-    final = Path(root) / f"step-{step:08d}"
+    final = Path(root) / f"step-{whole(step, 'step', 0, 99_999_999):08d}"
     partial = final.with_name(final.name + ".partial")
     if final.exists(): raise ValueError(f"step must be new under {root}: {final.name} exists")
     note_step(f"save step {step}")
+    state, about = pieces(model) | (_optimizer_pieces(model, optimizer) if optimizer else {}), _about(model, optimizer, extra)
     if _first(): shutil.rmtree(partial, ignore_errors=True); partial.mkdir(parents=True)
     _wait()
-    state = pieces(model) | (_optimizer_pieces(model, optimizer) if optimizer else {})
     _quietly(dcp.save, state, storage_writer=dcp.FileSystemWriter(partial, thread_count=1), no_dist=_alone())
     if _first():
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else None
-        model, stacked = _names(model)
-        stacks = {_clean(n): stacked[id(p)][0] for n, p in model.named_parameters() if id(p) in stacked}
-        (partial / "extra.json").write_text(json.dumps(dict(extra=extra or {}, groups=groups, stacks=stacks)))
+        (partial / "extra.json").write_text(about)
         os.rename(partial, final)
     _wait()
     return final
+
+
+def _about(model, optimizer, extra):
+    "extra.json of a checkpoint; TypeError before anything is written when JSON cannot hold it."
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else None
+    model, stacked = _names(model)
+    stacks = {_clean(n): stacked[id(p)][0] for n, p in model.named_parameters() if id(p) in stacked}
+    try: return json.dumps(dict(extra=extra or {}, optimizer=optimizer and type(optimizer).__name__, groups=groups, stacks=stacks))
+    except (TypeError, ValueError) as e: raise TypeError(f"extra and the optimizer's settings must be what JSON can hold: {e}") from None
 
 # %% ../../nbs/comm/05_checkpoint.ipynb #e91d9ecd
 def _explain(keys):
@@ -204,6 +212,7 @@ def load(root,
     reader, saved = _Reader(path), _saved(path)
     if optimizer and len(saved["groups"] or []) != len(optimizer.param_groups):
         raise ValueError(f"optimizer has {len(optimizer.param_groups)} parameter groups, {path} has {len(saved['groups'] or [])} (0: it was saved without an optimizer)")
+    if optimizer and saved.get("optimizer", name := type(optimizer).__name__) != name: raise ValueError(f"optimizer must be {saved['optimizer']} as in {path}, got {name}")
     stored = {k: tuple(m.size) for k, m in reader.read_metadata().state_dict_metadata.items()}
     moments = {k: s for k, s in stored.items() if "@" in k}
     wanted = pieces(model) | (_optimizer_pieces(model, optimizer, moments) if optimizer else {})
@@ -225,7 +234,7 @@ def export_safetensors(checkpoint, # a folder step-N
     _read(state, reader, True)
     for name, kind in stacks.items():
         ids = sorted(int(k.rpartition(".")[2]) for k in state if k.rpartition(".")[0] == name)
-        if ids != list(range(len(ids))): raise ValueError(f"{checkpoint} must have all experts of {name}, got {ids}")
+        if not ids or ids != list(range(len(ids))): raise ValueError(f"{checkpoint} must have all experts of {name}, got {ids}")
         stack = torch.stack([state.pop(f"{name}.{e}") for e in ids])
         state[name] = stack.flatten(1, 2) if kind.startswith("up") else stack
     save_file({k: v.contiguous() for k, v in state.items()}, file)
@@ -246,6 +255,9 @@ def import_safetensors(file, model: nn.Module):
             if kind.startswith("up") and shape[0] % halves == 0: shape = [halves, shape[0] // halves, *shape[1:]]
             stored |= {f"{name}.{e}": tuple(shape) for e in range(min(E, ex.num_experts + 1))}
         _compare(wanted, stored, file)
+        floats = {name: "F" in f.get_slice(name).get_dtype() for name in f.keys()}          # F32, BF16, F8_E4M3; not I64, BOOL
+        wrong = [k for k, t in wanted.items() if t.is_floating_point() != floats[k if k in floats else k.rpartition(".")[0]]]
+        if wrong: raise ValueError(f"{file} does not fit the model: only one of the two has floating-point numbers in {_explain(wrong)}")
         for k, t in wanted.items():
             name, _, e = k.rpartition(".")
             value = (f.get_slice(name)[int(e)] if name in stacks else f.get_tensor(k)).reshape(t.shape)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.groups import Grid, mesh
 from ..cluster.launch import rank_device
+from ..core.arguments import number
 
 # %% ../../nbs/comm/02a_gradients.ipynb #a595fb0a
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, Grid]:
@@ -113,6 +114,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.) -> Tensor: # scalar, the 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.) -> Tensor: # the norm before
     "Scale all gradients so that their norm over all ranks is at most `max_norm`; the same factor on every rank."
+    number(max_norm, "max_norm")
     norm = grad_norm(model, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.)
     for p in model.parameters():
