@@ -147,6 +147,32 @@ def test_frozen_experts_are_left_alone():
     assert torch.equal(p, before) and not opt.residual
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+def test_a_resumed_optimizer_goes_on_to_the_bit(dtype, how):
+    import copy, io, pickle
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(2, 4096).to(dtype))
+    make = lambda p: SRAdamW({p: torch.zeros(4096, dtype=dtype)}, 20., lr=1e-3)
+    opt, grads = make(p), torch.randn(8, 2, 4096).to(dtype)
+    for g in grads[:3]: p.grad = g; opt.step()
+    if how == "state_dict":
+        new = make(torch.nn.Parameter(p.detach().clone()))
+        file = io.BytesIO(); torch.save(opt.state_dict(), file); file.seek(0)
+        new.load_state_dict(torch.load(file))
+        assert not new.residual
+    else: new = copy.deepcopy(opt) if how == "deepcopy" else pickle.loads(pickle.dumps(opt))
+    q, = new.shared
+    assert q is new.param_groups[0]["params"][0] and q is not p and new.state[q]["threshold"].dtype == torch.float32
+    if how != "state_dict": assert torch.equal(new.residual[q].index, opt.residual[p].index) and new.exact == opt.exact
+    start = opt.exact - new.exact
+    for g in grads[3:]:
+        for o, w in ((opt, p), (new, q)): w.grad = g; o.step()
+        assert torch.equal(p, q) and torch.equal(opt.residual[p].index, new.residual[q].index) and torch.equal(opt.residual[p].value, new.residual[q].value)
+        assert torch.equal(opt.state[p]["threshold"], new.state[q]["threshold"])
+    assert opt.exact - new.exact == start
+
+
 # ---- migration on real ranks
 def _owned(E=2): return torch.nn.ParameterList([torch.randn(E, 4, 6), torch.randn(E, 6, 4)])
 

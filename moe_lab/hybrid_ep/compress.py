@@ -206,17 +206,30 @@ class SRAdamW(torch.optim.Optimizer):
     def add_param_group(self, group: dict):
         "Parameters that `shared` knows already."
         super().add_param_group(group)
-        for p in self.param_groups[-1]["params"]:
-            if p not in self.shared: raise ValueError(f"shared must hold what everybody has of each parameter, got none for one of {tuple(p.shape)}")
-            _check(p, self.shared[p])
-            if not p.is_contiguous(): raise ValueError(f"parameters must be contiguous, got strides {p.stride()}")
-            self.places[p] = places(p, self.ratio)
+        try: self.places |= {p: self._fits(p) for p in self.param_groups[-1]["params"]}
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _fits(self, p):
+        if p not in self.shared: raise ValueError(f"shared must hold what everybody has of each parameter, got none for one of {tuple(p.shape)}")
+        _check(p, self.shared[p])
+        if not p.is_contiguous(): raise ValueError(f"parameters must be contiguous, got strides {p.stride()}")
+        return places(p, self.ratio)
+
+    def __getstate__(self): # what copy and pickle take along
+        return super().__getstate__() | {n: getattr(self, n) for n in ("shared", "ratio", "residual", "places", "exact")}
 
     def load_state_dict(self, state_dict: dict):
         "What residuals there are belong to other weights: the next step makes new ones."
         for group in state_dict["param_groups"]:
             if on := [n for n in ("amsgrad", "maximize") if group.get(n)]: raise ValueError(f"state_dict must be of AdamW as it is here, got one with {on[0]}")
+            if lost := [n for n in self.defaults if n not in group]: raise ValueError(f"state_dict must be of AdamW, got one without {lost[0]}")
+            if group["weight_decay"] and not group.get("decoupled_weight_decay", True): raise ValueError("state_dict must be of AdamW, got one of Adam, whose weight_decay is in the gradient")
         super().load_state_dict(state_dict)
+        ids = [i for g in state_dict["param_groups"] for i in g["params"]]
+        for i, p in zip(ids, [p for g in self.param_groups for p in g["params"]]):         # PyTorch has cast it to the parameter's dtype
+            if "threshold" in (saved := state_dict["state"].get(i, {})): self.state[p]["threshold"] = saved["threshold"].to(p.device)
         self.residual.clear()
 
     @torch.no_grad()

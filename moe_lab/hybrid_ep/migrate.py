@@ -56,19 +56,22 @@ class Parcel:
 class Communicator:
     """Gathers experts inside expert domains beside the computation, and returns their gradients.
 
-    `ratio`: None sends experts as they are; else SR-compressed so many times. `link`: what is slow between data centres.
+    `ratio`: None sends experts as they are; else SR-compressed so many times, where any travel. Both are the same on all ranks. `link`: what is slow between data centres.
     `shared`: weight -> what every rank holds of it, the mean over all experts; `residual`: weight -> what to send of it next
     (filled by `SRAdamW`, else encoded when sent; empty it after loading weights). All ranks make it, and send the same layers in the same order.
     """
     def __init__(self, domains: Domains, ratio: float | None = None, link: Link | None = None):
         W = dist.get_world_size()
         check_type("domains", domains, Domains); check_type("ratio", ratio, float, None); check_type("link", link, Link, None)
-        if domains.num_devices != W: raise ValueError(f"domains must cover the {W} ranks, got {domains.num_devices}")
         if ratio is not None and not ratio > 0: raise ValueError(f"ratio must be > 0 or None, got {ratio}")
+        if domains.num_devices != W: raise ValueError(f"domains must cover the {W} ranks, got {domains.num_devices}")
+        said = [None] * W
+        dist.all_gather_object(said, (domains, ratio))
+        if differ := [r for r in range(W) if said[r] != said[0]]: raise ValueError(f"domains and ratio must be the same on all ranks, got {said[0]} on rank 0 and {said[differ[0]]} on rank {differ[0]}")
         make = lambda lists: dist.new_subgroups_by_enumeration(lists, timeout=collective_timeout())[0]
         self.levels = [make(groups(domains, "AG", l)) for l, s in enumerate(domains.domains) if s > 1]
         self.everybody = dist.new_group(timeout=collective_timeout())
-        self.domains, self.ratio, self.link, self.lane = domains, ratio, link, Lane(rank_device())
+        self.domains, self.ratio, self.link, self.lane = domains, ratio if domains.copies > 1 else None, link, Lane(rank_device())
         self.shared, self.residual, self.queue, self.mean = {}, {}, deque(), None
 
     def __deepcopy__(self, memo): return self       # a copied model sends through the same queues

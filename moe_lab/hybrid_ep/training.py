@@ -18,6 +18,8 @@ from ..cluster.groups import grid
 from ..cluster.launch import rank_device, step as note
 from ..comm.gradients import reduce_gradients
 from ..comm.parallel import ExpertParallel
+from ..experts.activation import get_activation
+from ..core.arguments import check_type
 from ..experts.layer import MoE
 from .compress import SRAdamW, entries_for_ratio
 from .domain import Domains
@@ -38,6 +40,10 @@ class Way:
     bandwidth: float = float("inf")
 
     def __post_init__(self):
+        Domains(self.sizes, self.domains or (1,) * len(self.sizes))           # says what is wrong with them
+        check_type("ratio", self.ratio, float, None); check_type("bandwidth", self.bandwidth, float)
+        for name in ("ratio", "bandwidth"):
+            if (v := getattr(self, name)) is not None and not v > 0: raise ValueError(f"{name} must be > 0, got {v}")
         if self.ratio is not None and self.domains is None: raise ValueError(f"ratio must be None when no expert travels (domains None), got {self.ratio}")
 
 
@@ -53,7 +59,7 @@ def build(config: GPTConfig, way: Way, dtype: torch.dtype): # -> model, communic
 
 # %% ../../nbs/hybrid_ep/06_training.ipynb #fa64261a
 def train_ranks(config: GPTConfig, train: TrainConfig, tokens: Tensor, way: Way, dtype: torch.dtype = torch.float32) -> dict:
-    "Train on the ranks of this group. Loss of each step (mean of all ranks), seconds of each step, bytes that this rank sent to other data centres in each."
+    "Train on the ranks of this group, at a constant rate and without clipping: `warmup`, `lr_end` and `clip` are not read. Loss of each step (mean of all ranks), seconds of each step, bytes that this rank sent to other data centres in each."
     W, me, out = dist.get_world_size(), dist.get_rank(), dict(loss=[], seconds=[], bytes=[])
     if train.batch_size % W: raise ValueError(f"batch_size must be a multiple of the {W} ranks, got {train.batch_size}")
     model, comm, link = build(config, way, dtype)
@@ -94,12 +100,13 @@ def predicted(config: GPTConfig, train: TrainConfig, way: Way, compute: float, #
     "Seconds of an iteration from the stream model: layers one after another; with compression the mean's all-reduce goes with the gradients."
     W, dcs, L = prod(way.sizes), way.sizes[0], sum(E > 0 for E in config.layer_experts)
     if not L: raise ValueError("config must have layers with experts, got none")
-    matrix = config.d_model * config.expert_width
-    full, mean = 2 * matrix * itemsize * max(config.layer_experts) // W, 0.
+    down = config.d_model * config.expert_width
+    weights, here = (get_activation(config.activation).halves * down, down), max(config.layer_experts) / W
+    full, mean = sum(weights) * itemsize * here, 0.
     sent = full
-    if way.ratio:
-        sent = max(1, entries_for_ratio(matrix, way.ratio, itemsize)) / matrix * (1 + 4 / itemsize) * full
-        mean = 2 * 2 * matrix * itemsize * (W - 1) / W
+    if way.ratio and prod(way.domains) > 1:
+        sent = sum(max(1, entries_for_ratio(n, way.ratio, itemsize)) for n in weights) * (itemsize + 4) * here
+        mean = 2 * sum(weights) * itemsize * (W - 1) / W
     S = way.domains[0] if way.domains else 1
     w = Workload(train.batch_size * train.context // W * config.top_k * config.d_model * itemsize, sent, dcs, way.bandwidth, compute / 3 / L)
     return L * training_latency(w, share_of_domain(dcs, S), backward=2., gradient=full / sent, mean=mean)
