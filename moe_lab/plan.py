@@ -92,13 +92,15 @@ class Plan:
                     parts=t.parts, bytes=t.bytes, memory=t.memory, memory_used=t.used, memory_capacity=t.capacity)
 
 # %% ../nbs/94_plan.ipynb #2a2ded1c
+_OVERLAPPED = 12      # choices of sizes that are tried with every exchange
+
 def exchanges(cluster: Cluster) -> list[tuple[int, str]]: # (degree, algo)
     "How the exchange of a strategy may be cut and sent; the plain one first."
     return [(d, a) for d in (1, 2, 4, 8) for a in ALGORITHMS if a != "hierarchical" or len(cluster.levels) > 2]
 
 def plans(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, capacity_factor: float | None = None,
           imbalance: float = 1., top: int = 10) -> list[Plan]:
-    """The `top` strategies for a step of `tokens` tokens over the whole cluster, the fastest first.
+    """The `top` strategies for a step of `tokens` tokens over the whole cluster, the fastest first; how many are asked for changes none.
     ValueError if none fits, saying by how much, why, and how many devices would do."""
     G = cluster.num_devices
     whole(tokens, "tokens", 1, 2**40); whole(seq, "seq", 1, 2**24); whole(top, "top"); number(imbalance, "imbalance", 1., 1e6)
@@ -106,10 +108,10 @@ def plans(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, 
     each, tried = tokens // G, _tried(model, cluster, tokens, seq, capacity_factor, imbalance)
     able = [s for s, miss in tried if not miss]
     if not able: raise ValueError(_why_not(model, cluster, tokens, seq, capacity_factor, imbalance, tried))
-    known, flops = {}, train_flops(model, seq) * each / cluster.device.flops
+    known, flops = {}, _kept_flops(model, seq, capacity_factor) * each / cluster.device.flops
     def run(s): return Plan(s, (t := step(model, cluster, s, each, seq, imbalance, known)), flops / t.seconds)
     ranked = sorted(map(run, able), key=lambda p: p.time.seconds)
-    more = [run(replace(p.strategy, degree=d, algo=a)) for p in ranked[:top] if p.time.busy.get("a2a") for d, a in exchanges(cluster) if (d, a) != (1, "linear")]
+    more = [run(replace(p.strategy, degree=d, algo=a)) for p in ranked[:_OVERLAPPED] if p.time.busy.get("a2a") for d, a in exchanges(cluster) if (d, a) != (1, "linear")]
     return _distinct(sorted(ranked + more, key=lambda p: p.time.seconds), top)
 
 # %% ../nbs/94_plan.ipynb #6694346a
@@ -117,6 +119,11 @@ def _tried(model, cluster, tokens, seq, capacity_factor, imbalance):
     "Every choice of sizes with its fewest micro-batches, and what it misses."
     each, rest = divmod(tokens, cluster.num_devices)
     return [] if rest else [fit(model, cluster, s, each, seq, imbalance) for s in sizes(model, cluster, capacity_factor)]
+
+def _kept_flops(model, seq, capacity_factor):
+    "Of a token: what a capacity below the even share drops is no work done."
+    dropped = 1 - min(1., capacity_factor or 1.)
+    return train_flops(model, seq) - dropped * sum(6 * n * l.top_k * l.expert() for l, n in model.kinds.items() if l.experts)
 
 def _distinct(ranked, top):
     "The best of each choice of sizes, so that a list is not one plan in ten shades."

@@ -57,7 +57,7 @@ def ideas(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, 
     out = lacking("2DH or hierarchical all-to-all", "Tutel, DeepSpeed-MoE", lambda s: s.algo == "linear", f"best: {best.algo}")
     out += lacking("pipelining", "Tutel, FasterMoE", lambda s: s.degree == 1, f"best degree: {best.degree}")
     out += lacking("switchable parallelism", "Tutel", lambda s: s.r == 1, f"best r: {best.r}")
-    f = max(imbalance, 1.)
+    f = min(imbalance, max(l.experts / l.top_k for l in model.layers if l.experts))      # room for all tokens: more is never needed
     padded, einsum = (step(model, cluster, replace(best, capacity_factor=f, dispatch=d), each, seq) for d in ("index", "einsum"))
     gb = (padded.used - t.used) / 1e9
     out += [Idea("no padding", "MegaBlocks", max(padded.seconds, t.seconds), t.seconds, why=f"a capacity of {f:g} that drops nothing takes {gb:.1f} GB more{'' if padded.fits else ': it fits only without'}"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moe_lab.cli import main
-from moe_lab.cluster.topology import nd_a100_v4, to_yaml
+from moe_lab.cluster.topology import hgx_h800, nd_a100_v4, to_yaml
 from moe_lab.plan import fit, plans, sizes
 from moe_lab.models.zoo import Attention, Layer, Model, zoo
 from moe_lab.sim.step import Strategy, step
@@ -20,6 +20,26 @@ def test_best_is_the_best_of_all_that_were_allowed():
     every = [step(SMALL, c, replace(s, degree=d, micro=fit(SMALL, c, s, 4096)[0].micro), 4096).seconds for s in sizes(SMALL, c) for d in (1, 2)]
     assert best[0].time.seconds <= min(every) * (1 + 1e-12)
     assert plans(SMALL, c, 2**16, top=3) == best
+
+
+def test_the_first_plan_does_not_hang_on_how_many_are_asked_for():
+    model, c = zoo["Mixtral-8x7B"], hgx_h800(64)
+    best = plans(model, c, top=10)
+    for top in (1, 3): assert plans(model, c, top=top) == best[:top]
+
+
+def test_dropped_rows_are_no_flops():
+    by = {f: plans(SMALL, nd_a100_v4(1), 2**15, 1024, f, top=1)[0].flops for f in (None, 1., .5, 1e-4)}
+    assert 0 < by[1e-4] < by[.5] < by[1.] and by[None] < 1
+    from moe_lab.plan import _kept_flops
+    from moe_lab.sim.workload import train_flops
+    assert _kept_flops(SMALL, 1024, None) == _kept_flops(SMALL, 1024, 4.) == train_flops(SMALL, 1024)
+    assert _kept_flops(SMALL, 1024, .5) == train_flops(SMALL, 1024) - .5 * 6 * 4 * 2 * LAYER.expert()
+
+
+def test_no_capacity_beyond_what_routing_can_fill(capsys):
+    assert main(["which", "mixtral-8x7b", "nd_a100_v4:8", "--tokens", "1048576", "--imbalance", "8"]) == 0
+    assert "a capacity of 4 that drops nothing" in capsys.readouterr().out
 
 
 def test_command_line(tmp_path, capsys):

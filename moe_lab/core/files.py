@@ -7,6 +7,7 @@ __all__ = ['read_bytes', 'read_text', 'parse_json', 'read_json', 'parse_yaml', '
 
 # %% ../../nbs/core/03_files.ipynb #af0095ee
 import io, json, pickle, pickletools
+from collections import Counter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -35,9 +36,14 @@ def _understood(parse, kind, source, *errors):
     if not isinstance(value, dict): raise ValueError(f"{source}: expected a mapping, got {short(value)}")
     return value
 
+def _once(made, keys):
+    "The mapping made of `keys`, unless one stood twice: the last would win silently."
+    if len(made) < len(keys): raise ValueError(f"keys must be unique, got {short(Counter(map(str, keys)).most_common(1)[0][0])} more than once")
+    return made
+
 def parse_json(text: str, source: str = "text") -> dict:
-    "The object that JSON text holds."
-    return _understood(lambda: json.loads(text), "JSON", source)
+    "The object that JSON text holds; no key twice."
+    return _understood(lambda: json.loads(text, object_pairs_hook=lambda pairs: _once(dict(pairs), [k for k, _ in pairs])), "JSON", source)
 
 def read_json(path: str | Path, limit: int = 2**20) -> dict:
     "The object that a JSON file holds."
@@ -45,13 +51,15 @@ def read_json(path: str | Path, limit: int = 2**20) -> dict:
 
 # %% ../../nbs/core/03_files.ipynb #75e7191f
 def parse_yaml(text: str, source: str = "text", limit: int = 2**16) -> dict:
-    "The mapping that YAML text holds; no tags, no references."
+    "The mapping that YAML text holds; no tags, no references, no key twice."
     import yaml
 
     class Plain(yaml.SafeLoader):
         def compose_node(self, parent, index):
             if self.check_event(yaml.AliasEvent): raise ValueError(f"references (*{self.peek_event().anchor}) are not allowed")
             return super().compose_node(parent, index)
+        def construct_mapping(self, node, deep=False):
+            return _once(super().construct_mapping(node, deep), [k.value for k, _ in node.value])
 
     if len(text) > limit: raise ValueError(f"{source} must be at most {limit} characters, it has {len(text)}")
     return _understood(lambda: yaml.load(text, Plain), "readable as YAML", source, yaml.YAMLError)

@@ -12,7 +12,7 @@ from math import isinf, prod
 from ..cluster.topology import device_bandwidth
 from ..core.arguments import check_type, whole
 from ..core.types import Cluster
-from .domain import traffic
+from .domain import Domains, traffic
 from .scale import Block, best_domains, block_of, seconds, tutel
 from .stream import Workload, best_p, best_p_training, share_of_domain
 from ..models.zoo import Model
@@ -46,7 +46,9 @@ class Choice:
 
 def _choice(b, cluster, sizes, ratio, room, layers):
     own = b.expert * b.experts * layers
-    d, _ = best_domains(b, cluster, sizes, ratio, copies=1 + room / own)
+    d, fastest = best_domains(b, cluster, sizes, ratio, copies=1 + room / own)
+    plain = Domains(sizes, (1,) * len(sizes))
+    if fastest > seconds(b, cluster, plain, ratio) * (1 - 1e-9): d = plain      # rounding moves no experts
     t = min(seconds(b, cluster, d, ratio, degree=k) for k in (1, 2, 4, 8))
     w = Workload(b.data, b.sent(ratio), sizes[0], device_bandwidth(cluster, 0), b.before)
     ins, outs = traffic(d, b.data, b.sent(ratio)), traffic(d, b.data, b.expert * b.experts)
