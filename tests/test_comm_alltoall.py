@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from moe_lab.cluster.groups import grid
 from moe_lab.cluster.launch import rank_device
-from moe_lab.comm.alltoall import Wire, all_to_all, all_to_all_v, cost, flexible, flexible_back, share, stride_order, two_dh
+from moe_lab.comm.alltoall import Table, Wire, all_to_all, all_to_all_v, cost, flexible, flexible_back, share, stride_order, two_dh
 
 GRIDS = {2: [dict(node=2, gpu=1), dict(node=1, gpu=2)], 3: [dict(node=1, gpu=3)], 4: [dict(node=2, gpu=2), dict(dc=2, node=2, gpu=1)],
          5: [dict(node=5, gpu=1)], 6: [dict(node=2, gpu=3), dict(node=3, gpu=2)], 7: [dict(node=1, gpu=7)],
@@ -162,12 +162,25 @@ def test_refusals_reach_every_rank(ranks):                                     #
                   lambda: all_to_all(torch.zeros(4, 3).to(torch.float64 if r == 2 else torch.float32), g),
                   lambda: all_to_all_v(torch.zeros(4, 2), [2, 1, 0, 0] if r == 2 else ones, g), lambda: all_to_all_v(torch.zeros(4, 2), [5, -1, 0, 0] if r == 2 else ones, g),
                   lambda: all_to_all_v(torch.zeros(4, 2), [1, 1, 2] if r == 2 else ones, g), lambda: all_to_all_v(torch.zeros(4, 2), [1., 1, 1, 1] if r == 2 else ones, g),
+                  lambda: all_to_all(torch.zeros(4, 3, dtype=torch.int32 if r == 2 else torch.float32), g), lambda: all_to_all(torch.zeros(4, 2, 3) if r == 2 else torch.zeros(4, 3, 2), g),
+                  lambda: all_to_all(torch.zeros(4, 2), g, "3d" if r == 2 else "linear"), lambda: all_to_all(torch.zeros(4, 2), g, "2dh" if r == 2 else "linear"),
+                  lambda: all_to_all_v(torch.zeros(4, 2), ones, g, "3d" if r == 2 else "linear"), lambda: all_to_all_v(torch.zeros(4, 2), None if r == 2 else ones, g),
+                  lambda: all_to_all_v(torch.zeros(4, 2), torch.tensor(4) if r == 2 else ones, g), lambda: all_to_all_v(torch.zeros(4, 2), [[1, 1, 1, 1]] if r == 2 else ones, g),
                   lambda: all_to_all(torch.zeros(4, 2), g, "3d"), lambda: all_to_all(torch.zeros(4, 2), grid(), "2dh")]:
             try: f()
             except ValueError as e: said.append(str(e))
             else: said.append(None)
         return said
     for said in ranks.run(refusals): assert all(said), said
+
+
+def test_what_has_no_answer_is_refused():
+    for algo in ("xx", "auto"):
+        with pytest.raises(ValueError, match="algo must be one of"): cost(algo, (2, 2), 1)
+    for bad in ((-1, 3), (3, 0), (2.5, 1)):
+        with pytest.raises((TypeError, ValueError), match="num_experts|ranks"): share(*bad)
+    for bad in ({}, {"linear": {}}, {"linear": {1: 1.}, "2dh": {2: 1.}}):
+        with pytest.raises(ValueError, match="seconds must hold"): Table(bad)
 
 
 def test_cost_of_one_rank(): assert cost("linear", (1, 1), 8) == cost("2dh", (1, 1), 8) == (0, 0)

@@ -14,7 +14,7 @@ from moe_lab.cluster.launch import RankError, rank_device, step
 from moe_lab.comm.checkpoint import export_safetensors, import_safetensors, load, pieces, save, steps
 from moe_lab.comm.gradients import check_copies, clip_grad_norm, ddp, distinct_seed, expert_parameters, fsdp, grad_norm, reduce_gradients
 from moe_lab.comm.parallel import ExpertParallel
-from moe_lab.comm.switch import Switchable, cut, switch
+from moe_lab.comm.switch import Switchable, cut, strategy_cost, switch
 from moe_lab.core.types import dispatch
 from moe_lab.experts.dispatch import decode, encode
 from moe_lab.experts.layer import Local, MoE
@@ -220,6 +220,17 @@ def test_noise_differs_between_ranks_and_not_between_runs(ranks):
         return drop(torch.ones(64)).tolist()
     a = ranks.run(run)
     assert a == ranks.run(run) and len({tuple(o) for o in a}) == 4
+
+
+@pytest.mark.parametrize("kind", [ExpertParallel, Switchable])
+@pytest.mark.parametrize("bad", [dict(policy="no"), dict(rule="no"), dict(lost="no"), dict(algo="no"), dict(multiple=-4), dict(capacity_factor="1"), dict(capacity_factor=math.nan)])
+def test_an_exchange_refuses_what_it_could_not_do(kind, bad):
+    with pytest.raises((TypeError, ValueError), match="factor" if "capacity_factor" in bad else next(iter(bad))): kind(None, **bad)
+
+
+def test_a_strategy_needs_ranks_and_experts():
+    for bad in (("DP+MP", 1, 1, 0, 1), ("EP+MP", 1, 1, 4, 0), ("DP", -1, 1, 4, 1), ("DP", 1, math.nan, 4, 1), ("no", 1, 1, 4, 1)):
+        with pytest.raises(ValueError, match="must be"): strategy_cost(*bad)
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------

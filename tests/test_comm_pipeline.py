@@ -138,6 +138,8 @@ def test_bad_arguments():
     for bad in (0, 2.5):
         with pytest.raises((ValueError, TypeError), match="slices"): search(lambda o: 1., bad)
     assert search(lambda o: o.degree, 4, iter((1, 2)), iter(("linear",)))[1].keys() == {Choice(r, d) for r in (0, 1, 2, 4) for d in (1, 2)}       # a list that is read once
+    for none in (dict(degrees=()), dict(algos=())):
+        with pytest.raises(ValueError, match="at least one each"): search(lambda o: 1., **none)
     book = Dictionary()
     with pytest.raises(ValueError, match="none of 16 can run"): book(100, lambda o: float("inf"))
     assert not book.choices

@@ -7,7 +7,8 @@ __all__ = ['Wire', 'exchange', 'stride_order', 'two_dh', 'hierarchical', 'cost',
            'measure', 'table', 'share', 'flexible', 'flexible_back']
 
 # %% ../../nbs/comm/01_alltoall.ipynb #fa45d87a
-import math, time
+import math, time, zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cluster.groups import Grid
 from ..cluster.launch import rank_device
+from ..core.arguments import check_choice, short, whole
 from ..core.types import Traffic
 
 # %% ../../nbs/comm/01_alltoall.ipynb #fa062317
@@ -99,16 +101,17 @@ def exchange(x: Tensor, # (R, ...) rows ordered by destination
     return x if dist.get_world_size(group) == 1 else _Exchange.apply(x, group, send, recv)
 
 # %% ../../nbs/comm/01_alltoall.ipynb #4dc8b18b
-def _agree(x, send, group, problem):
-    "Exchange (rows, bytes a row) with every rank; the rows that each will send here. ValueError on every rank when any has a problem."
+def _agree(x, send, group, algo, problem):
+    "Exchange (rows, a code of what they are and how they travel) with every rank; the rows that each will send here. ValueError on every rank when any has a problem."
     n = dist.get_world_size(group)
-    per_row = math.prod(x.shape[1:]) * x.element_size()
-    mine = torch.tensor([[-1, per_row]] * n if problem else [[c, per_row] for c in send], dtype=torch.int64)
+    rows = f"{x.dtype} of shape {tuple(x.shape[1:])} by {algo!r}"
+    code = zlib.crc32(rows.encode())
+    mine = torch.tensor([[-1, code]] * n if problem else [[c, code] for c in send], dtype=torch.int64)
     theirs = exchange(mine.to(rank_device()), group).tolist()
     if problem: raise ValueError(problem)
     if bad := [r for r in range(n) if theirs[r][0] < 0]: raise ValueError(f"rows cannot be sent, see the error of rank {bad[0]} of the group")
-    if bad := [r for r in range(n) if theirs[r][1] != per_row]:
-        raise ValueError(f"rows must have the same size on all ranks: {per_row} bytes here, {theirs[bad[0]][1]} on rank {bad[0]} of the group")
+    if bad := [r for r in range(n) if theirs[r][1] != code]:
+        raise ValueError(f"rows must be of one dtype and shape, and go by one algo, on all ranks: {rows} here, not on rank {bad[0]} of the group")
     return [c for c, _ in theirs]
 
 # %% ../../nbs/comm/01_alltoall.ipynb #094842cf
@@ -143,6 +146,7 @@ def cost(algo: str, # 'linear', '2dh' or 'hierarchical'
          size: float, # S, bytes that each rank holds
         ) -> tuple[int, float]: # messages, bytes
     "What one all-to-all sends from each rank."
+    check_choice("algo", algo, ("linear", "2dh", "hierarchical"))
     levels = [math.prod(sizes)] if algo == "linear" else sizes
     return sum(n - 1 for n in levels), size * sum((n - 1) / n for n in levels)
 
@@ -188,10 +192,14 @@ def _hierarchical_v(x, send, grid):
 # %% ../../nbs/comm/01_alltoall.ipynb #13d303d7
 _algos = ("linear", "2dh", "hierarchical", "auto")
 
+def _unfit(algo, grid):
+    "What is wrong with `algo` on this grid, or None."
+    if algo not in _algos: return f"algo must be one of {_algos}, got {short(algo)}"
+    if algo == "2dh" and len(grid.sizes) != 2: return f"algo '2dh' needs a grid of two levels, this one has {grid.names}"
+
 def _pick(algo, grid, size):
     "The algorithm to run; `size` [B] must be the same on all ranks when it is 'auto'."
-    if algo not in _algos: raise ValueError(f"algo must be one of {_algos}, got {algo!r}")
-    if algo == "2dh" and len(grid.sizes) != 2: raise ValueError(f"algo '2dh' needs a grid of two levels, this one has {grid.names}")
+    if problem := _unfit(algo, grid): raise ValueError(problem)
     if algo == "auto": algo = "linear" if len(grid.sizes) == 1 else table(grid).best(size())
     return algo
 
@@ -203,10 +211,11 @@ def all_to_all(x: Tensor, # (R, ...), R a multiple of the grid's size; chunk i i
               ) -> Tensor: # (R, ...); chunk i came from rank i
     "All-to-all of equal parts, differentiable, bit for bit `all_to_all_single`. ValueError on every rank when R does not divide or differs."
     n = grid.size
-    algo = _pick(algo, grid, lambda: x.numel() * x.element_size())
     if check:
-        sent = _agree(x, [len(x) // n] * n, grid.flat, f"rows must be a multiple of the {n} ranks, got {len(x)}" if len(x) % n else None)
+        uneven = f"rows must be a multiple of the {n} ranks, got {len(x)}" if len(x) % n else None
+        sent = _agree(x, [len(x) // n] * n, grid.flat, algo, _unfit(algo, grid) or uneven)
         if any(s != len(x) // n for s in sent): raise ValueError(f"rows must be equal on all ranks, got {len(x)} here and {[s * n for s in sent]} on the ranks of the grid")
+    algo = _pick(algo, grid, lambda: x.numel() * x.element_size())
     if x.element_size() == 1: return _through(x.view(torch.uint8), grid, algo).view(x.dtype)    # gloo knows bytes, not fp8
     return _through(x, grid, algo)
 
@@ -224,9 +233,10 @@ def all_to_all_v(x: Tensor, # (R, ...) ordered by destination
                 ) -> tuple[Tensor, list[int]]: # (R', ...) ordered by source; rows from each rank
     "All-to-all of uneven parts, zeros included; the counts are exchanged first. ValueError on every rank when `send` is wrong on any."
     n = grid.size
-    send = send.tolist() if isinstance(send, Tensor) else list(send)
-    fine = len(send) == n and all(isinstance(c, int) and c >= 0 for c in send) and sum(send) == len(x)
-    if recv is None: recv = _agree(x, send, grid.flat, None if fine else f"send must be {n} counts >= 0 that sum to the {len(x)} rows, got {send}")
+    send = send.tolist() if isinstance(send, Tensor) else list(send) if isinstance(send, Iterable) else send
+    fine = isinstance(send, list) and len(send) == n and all(isinstance(c, int) and c >= 0 for c in send) and sum(send) == len(x)
+    wrong = None if fine else f"send must be {n} counts >= 0 that sum to the {len(x)} rows, got {short(send)}"
+    if recv is None: recv = _agree(x, send, grid.flat, algo, _unfit(algo, grid) or wrong)
     algo = _pick(algo, grid, lambda: _largest(x, grid))
     go = lambda x: exchange(x, grid.flat, send, recv) if algo == "linear" else _hierarchical_v(x, send, grid)
     return (go(x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else go(x)), recv
@@ -242,6 +252,11 @@ def _largest(x, grid):
 class Table:
     "`seconds`: algorithm -> {bytes a rank: seconds}, of one grid."
     seconds: dict
+
+    def __post_init__(self):
+        sizes = {frozenset(s) for s in self.seconds.values()}
+        if len(sizes) != 1 or not all(sizes): raise ValueError(f"seconds must hold at least one algorithm, all at the same sizes, got {short(self.seconds)}")
+
     def best(self, size: int) -> str:
         "The algorithm that was fastest at the measured size nearest to `size` [B] (on a log scale)."
         near = min(next(iter(self.seconds.values())), key=lambda s: abs(math.log(max(size, 1) / s)))
@@ -274,6 +289,7 @@ def table(grid: Grid) -> Table:
 # %% ../../nbs/comm/01_alltoall.ipynb #a29e0db6
 def share(num_experts: int, ranks: int) -> list[int]:
     "Experts of each rank, consecutive; the first E mod W ranks have one more."
+    whole(num_experts, "num_experts", 0); whole(ranks, "ranks")
     return [num_experts // ranks + (r < num_experts % ranks) for r in range(ranks)]
 
 

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cluster.groups import Grid
-from .alltoall import Blocks, all_to_all_v, exchange, flexible, flexible_back, share
+from .alltoall import _algos, Blocks, all_to_all_v, exchange, flexible, flexible_back, share
 from .fused import OVERLAPS, gemm_all_to_all
+from ..core.arguments import check_choice
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.dispatch import decode, encode
-from ..experts.layer import Experts, with_capacity
+from ..experts.layer import Experts, Local, with_capacity
 from ..routing.capacity import capacity_for
 
 # %% ../../nbs/comm/02_parallel.ipynb #ae9bc9b8
@@ -78,6 +79,7 @@ class ExpertParallel:
     overlap: str = "none"
 
     def __post_init__(self):
+        Local(self.capacity_factor, self.rule, self.multiple, self.policy, self.lost); check_choice("algo", self.algo, _algos)      # refused here, not at the first batch
         if self.overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {self.overlap!r}")
         if self.overlap in ("coarse", "fused") and self.capacity_factor is None: raise ValueError(f"overlap={self.overlap!r} needs a capacity_factor: its rows have fixed places")
 

@@ -127,7 +127,7 @@ class Pipelined(Switchable):
 
     def __post_init__(self):
         if self.capacity_factor is None: raise ValueError("capacity_factor must be a number (0: as needed, nothing dropped), got None: parts are cut along the capacity")
-        whole(self.degree, "degree")
+        super().__post_init__(); whole(self.degree, "degree")
 
     def through(self, z: Tensor, experts: Slices, weights: dict[str, Tensor]) -> Tensor:
         "The same values as Switchable's, part by part."
@@ -167,6 +167,7 @@ def search(seconds: Callable[[Choice], float], # of one trial
     "Ternary search over r in the divisors of `slices` below it; r = 0 and r = `slices` are tried anyway. Finds the best when time over r has one valley."
     whole(slices, "slices")
     degrees, algos, tried, best = tuple(degrees), tuple(algos), {}, {}
+    if not degrees or not algos: raise ValueError("degrees and algos must hold at least one each")
     def at(r):
         if r not in best:
             options = [Choice(r, d, a) for d in degrees for a in algos]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..cluster.groups import Grid, mesh
-from .alltoall import flexible, flexible_back, share
+from .alltoall import _algos, flexible, flexible_back, share
 from .parallel import travel
+from ..core.arguments import check_choice, number, whole
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.activation import get_activation
 from ..experts.dispatch import decode, encode
-from ..experts.layer import Experts, with_capacity
+from ..experts.layer import Experts, Local, with_capacity
 from ..routing.capacity import capacity_for
 
 # %% ../../nbs/comm/02b_switch.ipynb #b4335b3c
@@ -166,6 +167,9 @@ class Switchable:
     lost: str = "zero"
     algo: str = "linear"
 
+    def __post_init__(self):
+        Local(self.capacity_factor, self.rule, self.multiple, self.policy, self.lost); check_choice("algo", self.algo, _algos)      # refused here, not at the first batch
+
     def slices(self, num_experts: int) -> int:
         "s, the ranks that share an expert. ValueError when they cannot, or r does not fit."
         W, E = self.grid.size, num_experts
@@ -236,6 +240,7 @@ strategies = { # name: (cost of C, P, W, E, r; is r free?)
 
 def strategy_cost(name: str, C: float, P: float, W: int, E: int) -> float:
     "The least communication of a strategy over its r in [1, W] (Tutel, table 4; parameters and rows in the same unit)."
-    if name not in strategies: raise ValueError(f"name must be one of {list(strategies)}, got {name!r}")
+    check_choice("name", name, strategies)
+    number(C, "C"); number(P, "P"); whole(W, "W"); whole(E, "E")
     cost, free = strategies[name]
     return min(cost(C, P, W, E, r) for r in range(1, W + 1)) if free else cost(C, P, W, E, 1)
