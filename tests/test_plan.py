@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moe_lab.cli import main
-from moe_lab.cluster.topology import hgx_h800, nd_a100_v4, to_yaml
+from moe_lab.cluster.topology import hgx_h100, hgx_h800, nd_a100_v4, to_yaml
 from moe_lab.plan import fit, plans, sizes
 from moe_lab.models.zoo import Attention, Layer, Model, zoo
 from moe_lab.sim.step import Strategy, step
@@ -40,6 +40,11 @@ def test_dropped_rows_are_no_flops():
 def test_no_capacity_beyond_what_routing_can_fill(capsys):
     assert main(["which", "mixtral-8x7b", "nd_a100_v4:8", "--tokens", "1048576", "--imbalance", "8"]) == 0
     assert "a capacity of 4 that drops nothing" in capsys.readouterr().out
+
+
+def test_latency_is_named_where_ports_stand_idle():
+    t = plans(zoo["350M"], hgx_h100(128), top=1)[0].time
+    assert t.limit == "grads (latency)" and t.port["grads", "latency"] > 9 * max(v for (p, l), v in t.port.items() if p == "grads" and l != "latency")
 
 
 def test_command_line(tmp_path, capsys):

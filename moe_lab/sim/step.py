@@ -305,12 +305,12 @@ RESERVED = .06        # share of a device's memory that contexts, libraries and 
 @dataclass(frozen=True)
 class StepTime:
     """What a step takes. `parts`: seconds by part, adding up to `seconds` (communication counts where no kernel runs);
-    `busy`: seconds that each part's ops ran, overlapped or not; `bytes`: {level: sent by each device}; `memory` by kind."""
+    `busy`: seconds that each part's ops ran, overlapped or not; `port`: those an exchange needs of each level, {(part, 'latency' or 'node ports'): s}; `bytes`: {level: sent by each device}; `memory` by kind."""
     seconds: float
     tokens: int
     parts: dict[str, float]
     busy: dict[str, float]
-    port: dict[str, float]
+    port: dict[tuple[str, str], float]
     bytes: dict[str, float]
     memory: dict[str, float]
     capacity: float
@@ -325,9 +325,10 @@ class StepTime:
     def fits(self): return not self.missing
     @property
     def limit(self):
-        "What takes most of the time: a part, and for an exchange the level whose ports it fills."
+        "What takes most of the time: a part, and for an exchange the level whose ports it fills, or latency where that is more."
         part = max(self.parts, key=self.parts.get)
-        return f"{part} ({max(self.port, key=self.port.get)} ports)" if part in COMMUNICATION and self.port else part
+        of = [k for k in self.port if k[0] == part]
+        return f"{part} ({max(of, key=self.port.get)[1]})" if of else part
 
 COMMUNICATION = ("a2a", "weights", "grads", "tensor")
 
@@ -352,13 +353,14 @@ def _matters(s, layer, back):
     again = s.recompute and back
     return replace(s, recompute=again, zero=True, micro=1) if layer.experts else Strategy(tensor=s.tensor, recompute=again)
 
+def _waits(part, o): return {(part, "latency"): o.seconds} | {(part, f"{l} ports"): v for l, v in o.load.items()}
 def _pass(layer, cluster, strategy, tokens, seq, imbalance, back, sync):
-    "Of one layer in one direction: seconds by part, seconds its ops ran, of each port, bytes."
+    "Of one layer in one direction: seconds by part, seconds its ops ran, of each part's ports and latencies, bytes."
     t, sent = _run(layer, cluster, strategy, tokens, seq, imbalance, back, sync)
     busy, port = Counter(), Counter()
     for o, a, b in zip(t.ops, t.start, t.end):
-        busy[o.name.split(".")[0]] += b - a
-        for l, v in o.load.items(): port[l] += v
+        busy[part := o.name.split(".")[0]] += b - a
+        if part in COMMUNICATION: port.update(_waits(part, o))
     return exposed(t), busy, port, sent
 
 # %% ../../nbs/sim/04_step.ipynb #9aa43e92
@@ -386,7 +388,7 @@ def step(model: Model, cluster: Cluster, strategy: Strategy, tokens: int = 4096,
         more("head", head + stream_seconds(dev, 3 * 4 * T * model.vocab), s.micro)
     edge = _reduce(cluster, _around(model) / s.tensor * BYTES, G // s.tensor, s.tensor)
     more("grads", sum(p.alone for p in edge))
-    for p in edge: sent.update(p.bytes); port.update(p.load)
+    for p in edge: sent.update(p.bytes); port.update(_waits("grads", p))
     mem = memory(model, cluster, s, T, imbalance)
     more("optimizer", stream_seconds(dev, (2 * mem["optimizer"] + 2 * mem["gradients"])))
     return StepTime(sum(parts.values()), tokens * G, dict(parts), dict(busy), dict(port), dict(sent), mem, dev.memory * (1 - RESERVED))
