@@ -50,6 +50,7 @@ class Block:
 def timelines(b: Block, cluster: Cluster, d: Domains, ratio: float | None = None, degree: int = 1, algo: str = "linear",
              ) -> tuple[Timeline, Timeline]:
     "Forward and backward of a block whose experts are spread over `d.sizes` devices at each level (at most the cluster's); `degree` and `algo` of the token exchange as Tutel's."
+    whole(degree, "degree")
     tokens = alltoall_phases(cluster, b.data / degree, algo, tuple(n // s for n, s in zip(d.sizes, d.domains)))
     gather = lambda bytes: all_gather_phases(cluster, bytes, group=d.domains)
     decode = stream_seconds(cluster.device, d.copies * b.experts * b.expert) if ratio and d.copies > 1 else 0.
@@ -138,7 +139,8 @@ TABLE5 = Block(data=24e6, expert=.36e6, experts=1, before=1e-3, compute=1e-3)
 def mixed_seconds(cost: Cost, counts: np.ndarray, # (G,G) tokens of source g for expert e, one expert a device of the outermost level
                   size: int) -> float:
     "Exchange and products of the slowest device [s] when domains of `size` devices hold copies of their experts: a token stays, or goes to its own offset in the expert's domain."
-    G = len(counts)
+    G, counts = len(cost.tps), np.asarray(counts, float)
+    if counts.shape != (G, G) or not (np.isfinite(counts) & (counts >= 0)).all(): raise ValueError(f"counts must be finite, >= 0 and of shape {(G, G)}, got {counts.shape} from {counts.min(initial=np.inf)} to {counts.max(initial=-np.inf)}")
     if whole(size, "size", 1, G) and G % size: raise ValueError(f"size must divide the {G} devices, got {size}")
     source, expert = np.indices((G, G))
     to = expert // size * size + source % size
@@ -156,7 +158,8 @@ def rivals(b: Block, dcs: int, gigabits: float, skew: float = 0., # Zipf exponen
            seed: int = 0) -> dict[str, float]: # speed-up over plain expert parallelism, forward and backward
     "FasterMoE, SmartMoE and HybridEP on one expert a data centre, every data centre with the same loads; bytes only."
     if b.experts != 1: raise ValueError(f"b must own one expert, got {b.experts}")
-    number(skew, "skew", 0., 100.)
+    if not b.compute: raise ValueError("b must compute for more than 0 s, for tokens a second are measured by it")
+    number(skew, "skew", 0., 100.); whole(dcs, "dcs"); whole(row, "row"); whole(domain, "domain", 0)
     load = np.random.default_rng(seed).permutation(np.arange(1., dcs + 1) ** -skew)
     even, counts = (np.tile(b.data / row * l / l.sum(), (dcs, 1)) for l in (np.ones(dcs), load))
     cost, one = Cost(far_cluster(dcs, gigabits), b.data / row / (3 * b.compute), row, b.expert), Placement.expert_parallel(dcs, dcs)

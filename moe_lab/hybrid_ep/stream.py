@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.arguments import check_choice, number, whole
+from ..core.arguments import check_choice, check_type, number, whole
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #00b3765e
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Workload:
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #f46d132a
 def _share(p):
     "p, a number or tensor, if it lies in [0, 1]."
+    check_type("p", p, float, torch.Tensor)
     inside = (p >= 0) & (p <= 1) if isinstance(p, torch.Tensor) else 0 <= p <= 1
     if not (inside.all() if isinstance(p, torch.Tensor) else inside): raise ValueError(f"p must be in [0, 1], got {p}")
     return p
@@ -62,6 +63,7 @@ def best_p(w: Workload) -> float: # p* in [0, 1]
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #34f55363
 def best_p_brute(w: Workload, steps: int = 4096) -> tuple[float, float]: # (p, latency [s])
     "The least latency over a grid of shares, kinks included."
+    whole(steps, "steps")
     kink = 1 - w.bandwidth * w.pre_expert / (w.expert * (w.gpus - 1)) if w.expert * (w.gpus - 1) else 0.
     p = torch.cat([torch.linspace(0, 1, steps + 1, dtype=torch.float64), torch.tensor([min(1., max(0., kink))], dtype=torch.float64)])
     lat = latency(w, p)
