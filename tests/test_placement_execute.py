@@ -15,7 +15,7 @@ from moe_lab.comm.gradients import check_copies, clip_grad_norm, grad_norm, redu
 from moe_lab.comm.parallel import ExpertParallel
 from moe_lab.core.types import Placement
 from moe_lab.experts.layer import MoE
-from moe_lab.placement.execute import move, placed_layers, rebalance, transfers
+from moe_lab.placement.execute import _Rows, _check_state, move, placed_layers, rebalance, transfers
 from moe_lab.placement.placed import Placed
 from moe_lab.placement.vexpert import initial, moved_copies
 
@@ -289,3 +289,14 @@ def test_a_gpt_trains_on_moving_experts(ranks):
         return out
     still, moved = ranks.run(run, False, n=2)[0], ranks.run(run, True, n=2)[0]
     assert moved == pytest.approx(still, abs=1e-9, rel=0) and len(set(still)) == 5
+
+
+def test_factored_state_travels_or_is_refused():
+    "Adafactor's rows and columns are an expert's own for (E, D, F); for a bias (E, F) its columns are of all experts together."
+    params = dict(up=nn.Parameter(torch.ones(3, 4, 5)), bias=nn.Parameter(torch.ones(3, 4)))
+    for p in params.values(): p.grad = torch.ones_like(p)
+    rows = _Rows(); rows.params, rows.optimizer = dict(up=params["up"]), torch.optim.Adafactor(params.values())
+    rows.optimizer.step()
+    assert {k: tuple(t.shape) for (_, k), t in rows._stacks()} == dict(weight=(3, 4, 5), row_var=(3, 4, 1), col_var=(3, 1, 5))
+    _check_state([params["up"]], rows.optimizer)
+    with pytest.raises(ValueError, match="optimizer state 'col_var' must have a row for each of 3 experts"): _check_state(params.values(), rows.optimizer)

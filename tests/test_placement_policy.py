@@ -7,8 +7,11 @@ from hypothesis import given, strategies as st
 from moe_lab.cluster.topology import h200_nvlink, nd_a100_v4
 from moe_lab.core.types import Placement
 from moe_lab.placement.cost import Cost, step_seconds
+from moe_lab.cluster.launch import RankError
 from moe_lab.placement.policy import schedule
-from moe_lab.placement.rivals import eplb
+from moe_lab.placement.profile import profile
+from moe_lab.placement.rivals import eplb, eplb_placement, shadows, smartmoe_placement
+from moe_lab.placement.tokens import route_tokens
 from moe_lab.placement.vexpert import apply, balance_ratio, evacuate, initial, memory_slots
 
 
@@ -84,3 +87,44 @@ def test_a_decision_is_quick(E, nodes, limit):
         assert Planner(cost, counts, p, slots).plan()
         seconds.append(time.process_time() - t)
     assert min(seconds) < limit
+
+
+def test_a_slow_device_gets_less_though_no_exchange_helps():
+    cost, counts, p = Cost(h200_nvlink(4), np.array([1, 1, 1, .5]), 0, 0), np.full((4, 1), 7), initial(1, 4, 4)
+    after, moves = schedule(cost, counts, p, 4)
+    assert after.slots.tolist() == [[4, 4, 4, 2]] and [(m.kind, m.device) for m in moves] == [("shrink", 3)] * 2
+
+
+def test_a_cost_of_another_cluster_and_sums_beyond_int64():
+    cost, p = Cost(h200_nvlink(8), 1., 1., 1.), Placement.expert_parallel(4, 4)
+    for f in (schedule, lambda *a: step_seconds(*a[:3]), lambda *a: shadows(*a[:3]), lambda *a: smartmoe_placement(*a[:3])):
+        with pytest.raises(ValueError, match="cost must be of the placement's 4 devices"): f(cost, np.ones((4, 4)), p, 2)
+    with pytest.raises(ValueError, match="below 2\\^31"): route_tokens(np.full((4, 4), 2**40), p)
+
+
+def test_nothing_to_divide_by():
+    for sizes in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="must be >= 1"): Placement.expert_parallel(*sizes)
+    for name in ("groups", "nodes", "devices"):
+        with pytest.raises(ValueError, match=f"{name} must be >= 1"): eplb(np.ones((1, 4)), 8, **dict(groups=1, nodes=1, devices=2) | {name: 0})
+
+
+@given(st.integers(1, 6), st.integers(1, 2), st.integers(1, 6), st.integers(0, 99))
+def test_the_cap_holds_or_is_refused(E, nodes, slots, seed):
+    weight, devices = np.random.default_rng(seed).integers(0, 9, (1, E * nodes)), 2 * nodes
+    if slots * devices < E * nodes: return
+    if slots > E:
+        with pytest.raises(ValueError, match="with cap"): eplb(weight, slots * devices, nodes, nodes, devices, cap=True)
+    else: assert eplb(weight, slots * devices, nodes, nodes, devices, cap=True)[1].max() <= 2
+    assert eplb_placement(weight[0], devices, slots, nodes).slots.sum() == slots * devices
+
+
+def test_a_profile_lost_in_noise_is_not_kept(tmp_path, monkeypatch):
+    class Noisy:
+        def __init__(self, *a, **k): pass
+        def __enter__(self): return self
+        def __exit__(self, *a): pass
+        def run(self, *a): raise RankError("rank 1 failed") from ValueError("the rate of the ring is lost in noise: larger --tokens")
+    monkeypatch.setattr("moe_lab.placement.profile.Pool", Noisy)
+    with pytest.raises(ValueError, match="lost in noise"): profile(2, out=str(tmp_path / "cost.json"))
+    assert not list(tmp_path.iterdir())

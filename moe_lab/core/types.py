@@ -234,6 +234,7 @@ class Placement:
     def expert_parallel(cls, num_experts: int, num_devices: int):
         "Plain expert parallelism: consecutive experts, as evenly as E/G allows; the first E mod G devices hold one more. With E < G, G/E devices share one."
         E, G = num_experts, num_devices
+        if min(E, G) < 1: raise ValueError(f"num_experts and num_devices must be >= 1, got {E} and {G}")
         s = torch.zeros(E, G, dtype=torch.int64)
         if E >= G:
             base, more = divmod(E, G)

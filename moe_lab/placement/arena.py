@@ -156,6 +156,7 @@ def place(trace: str, # CSV (step, layer, expert, count) or npz (counts)
     E, G = counts.shape[2], c.num_devices
     if not -1 <= layer < counts.shape[1]: raise ValueError(f"layer must be below {counts.shape[1]}, or -1 for all, got {layer}")
     if len(counts) < 2: raise ValueError(f"a trace needs at least 2 steps to learn from, got {len(counts)}")
+    if E > 4096: raise ValueError(f"{trace}: a trace to replay may have at most 4096 experts, got {E}")
     slots = slots or 2 * -(-E // G)
     for l in range(counts.shape[1]) if layer < 0 else [layer]:
         r = {p: run(p, cost, counts[:, l], slots, threshold=threshold, every=every, progress=sys.stderr.isatty()) for p in POLICIES}

@@ -115,8 +115,11 @@ def total(cost: Cost, counts: np.ndarray, slots: np.ndarray, # both (E,G)
 
 
 def by_expert(counts: np.ndarray, # (G,E) tokens of source g for expert e
-              placement: Placement) -> np.ndarray: # (E,G) float64
-    "Counts as the planners take them; ValueError when they are not for this placement, negative or not finite."
+              placement: Placement,
+              cost: Cost | None = None, # that is to be of as many devices
+             ) -> np.ndarray: # (E,G) float64
+    "Counts as the planners take them; ValueError when they or the cost are not for this placement, or they are negative or not finite."
+    if cost and (G := placement.num_devices) != cost.cluster.num_devices: raise ValueError(f"cost must be of the placement's {G} devices, its cluster {cost.cluster.name} has {cost.cluster.num_devices}")
     counts, shape = np.asarray(counts, float), tuple(placement.slots.shape)
     if counts.T.shape != shape: raise ValueError(f"counts must be (G, E) = {shape[::-1]}, got {counts.shape}")
     if not (np.isfinite(counts).all() and (counts >= 0).all()): raise ValueError("counts must be finite and >= 0")
@@ -126,5 +129,5 @@ def by_expert(counts: np.ndarray, # (G,E) tokens of source g for expert e
 def step_seconds(cost: Cost, counts: np.ndarray, # (G,E) tokens of source g for expert e
                  placement: Placement) -> float:
     "T(I, P): time of the layer's experts, forward and backward, on the slowest device [s]."
-    parts = total(cost, by_expert(counts, placement), placement.slots.numpy())
+    parts = total(cost, by_expert(counts, placement, cost), placement.slots.numpy())
     return float(device_seconds(parts).max()) + cost.fixed

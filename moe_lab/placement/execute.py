@@ -53,6 +53,17 @@ def put_parameter(module: nn.Module, name: str, value: Tensor, optimizer: torch.
     return q
 
 # %% ../../nbs/placement/06a_execute.ipynb #9930e15d
+def _by_expert(v, p): return isinstance(v, Tensor) and v.ndim == p.ndim and len(v) == len(p)     # Adafactor keeps rows and columns, (E, D, 1) and (E, 1, F)
+
+
+def _check_state(params, optimizer):
+    "ValueError for optimizer state that several experts share: it could not travel with one of them."
+    for p in params:
+        for k, v in optimizer.state.get(p, {}).items():
+            if isinstance(v, Tensor) and v.numel() > 1 and not _by_expert(v, p):
+                raise ValueError(f"optimizer state {k!r} must have a row for each of {len(p)} experts, got shape {tuple(v.shape)} for a parameter {tuple(p.shape)}")
+
+
 class _Rows:
     "All that belongs to an expert, as bytes for the wire and back. `params`, `optimizer`, `row` of each expert, `arriving`: those of `Moving`."
     def _stacks(self):
@@ -60,7 +71,7 @@ class _Rows:
         for n, p in self.params.items():
             yield (n, "weight"), p.detach()
             for k, v in sorted(self.optimizer.state.get(p, {}).items()):
-                if isinstance(v, Tensor) and v.shape == p.shape: yield (n, k), v
+                if _by_expert(v, p): yield (n, k), v
 
     def _bytes(self): return sum(t.element_size() * t.shape[1:].numel() for _, t in self._stacks())
     def _pack(self, ids): return torch.cat([t[self.row[e]].reshape(-1).view(torch.uint8) for e in ids for _, t in self._stacks()])
@@ -142,6 +153,7 @@ def move(model: nn.Module, optimizer: torch.optim.Optimizer,
     for m, p in zip(layers, placements):
         if p.slots.shape != m.exchange.placement.slots.shape: raise ValueError(f"placement must be {tuple(m.exchange.placement.slots.shape)}, got {tuple(p.slots.shape)}")
         if m.exchange.moving: raise ValueError("a move is under way: it ends with reduce_gradients")
+        _check_state(m.experts.parameters(), optimizer)
     note_step(f"move after step {step}")
     g = layers[0].exchange.grid
     if "lane" not in g.memo:                                                        # copies must not queue behind tokens

@@ -17,7 +17,7 @@ from .vexpert import Move, balance_ratio
 class _Search:
     "Incremental state of the greedy search: placement, each expert's columns, each device's sums."
     def __init__(self, cost: Cost, counts: np.ndarray, placement: Placement, slots: int | np.ndarray, candidates: int = 32):
-        self.cost, self.counts, self.slots, self.candidates = cost, by_expert(counts, placement), slots, candidates
+        self.cost, self.counts, self.slots, self.candidates = cost, by_expert(counts, placement, cost), slots, candidates
         self.p = placement.slots.numpy().copy()
         if (over := self.p.sum(0) - slots).max() > 0:
             raise ValueError(f"slots must be at least the {self.p.sum(0)[over.argmax()]} that device {over.argmax()} already uses, got {slots}")
@@ -48,7 +48,19 @@ class _Exchanges(_Search):
         slowest = int(device_seconds(self.parts).argmax())
         for hot in dict.fromkeys((int(cap.argmax()), int((cap * self.p[:, slowest]).argmax()))):
             if moves := self._exchange(hot, cap): return moves
-        return []
+        return self._shrink(slowest) if np.ptp(self.cost.tps) else []
+
+    def _shrink(self, device):
+        "A vExpert less on the slowest device, if that helps: where speeds differ, an even split may be what keeps it waiting."
+        e = np.flatnonzero((self.p[:, device] > 0) & (self.p.sum(1) > 1))
+        if not len(e): return []
+        less = self.p[e].copy()
+        less[:, device] -= 1
+        delta = self._columns(e, less) - self._columns(e, self.p[e])
+        best, gain = self._better(delta)
+        if not gain: return []
+        self._take(delta[best]); self.p[e[best]] = less[best]
+        return [Move("shrink", int(e[best]), device)]
 
     def _exchange(self, hot, cap):
         cold = np.where((self.p > 0) & (self.p.sum(1) > 1)[:, None], cap[:, None], np.inf)

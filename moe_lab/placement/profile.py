@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.groups import Grid, grid
-from ..cluster.launch import Pool, rank_device
+from ..cluster.launch import Pool, RankError, rank_device
 from ..comm.parallel import compute, round_trip
 from ..core.arguments import short
 from ..core.files import read_json
@@ -58,9 +58,17 @@ def compute_rate(d_model: int, d_hidden: int, num_experts: int, # experts of a r
                  rows: int, repeats: int = 5) -> tuple[float, float]: # rows/s; seconds that one more expert takes for the same rows
     "What this rank's experts compute, forward and backward: slopes in rows and in experts."
     (few, a), (many, b), (wide, _) = (_products(d_model, d_hidden, e, r, repeats) for e, r in ((num_experts, rows // 4), (num_experts, rows), (2 * num_experts, rows)))
-    return (b - a) / max(many - few, 1e-9), max(wide - many, 0.) / num_experts
+    if not many > few: raise ValueError("the rate of the experts' products is lost in noise: larger --tokens")
+    return (b - a) / (many - few), max(wide - many, 0.) / num_experts
 
 # %% ../../nbs/placement/06b_profile.ipynb #a5844be1
+def _rate(what, work, more_seconds): # more_seconds() [s]: what that work took more, the same on every rank
+    "Work a second; measured three times before ValueError says that noise ate it."
+    for _ in range(3):
+        if (s := more_seconds()) > 0: return work / s
+    raise ValueError(f"{what} is lost in noise: larger --tokens")
+
+
 def link_rate(g: Grid, level: int, d_model: int, rows: int, sends: float = 4., repeats: int = 5) -> float: # [B/s]
     "Bytes a second and device across a level: all rows go to the others there, or none does, forward and backward."
     n, me = g.sizes[level], g.rank
@@ -73,7 +81,7 @@ def link_rate(g: Grid, level: int, d_model: int, rows: int, sends: float = 4., r
         counts = got[:, 0].tolist()
         return seconds(lambda: round_trip(x, counts, got, g, lambda rows, counts: rows).backward(x.detach()), repeats)
     crossing = rows // len(peers) * len(peers) * d_model * _dtype().itemsize
-    return sends * crossing / max(send(peers) - send([me]), 1e-9)
+    return _rate(f"the rate of link {g.names[level]!r}", sends * crossing, lambda: send(peers) - send([me]))
 
 # %% ../../nbs/placement/06b_profile.ipynb #9d646a2f
 def sync_rate(g: Grid, d_model: int, d_hidden: int, experts: int, # with a copy on every rank, >= 2
@@ -85,7 +93,7 @@ def sync_rate(g: Grid, d_model: int, d_hidden: int, experts: int, # with a copy 
         for p in here.parameters(): p.grad = torch.zeros_like(p)
         return seconds(lambda: ex.join_replicas(here), repeats)
     n, few = g.size, max(1, experts // 4)
-    return 2 * (n - 1) / n * (experts - few) * 3 * d_model * d_hidden * _dtype().itemsize / max(join(experts) - join(few), 1e-9)
+    return _rate("the rate of the ring", 2 * (n - 1) / n * (experts - few) * 3 * d_model * d_hidden * _dtype().itemsize, lambda: join(experts) - join(few))
 
 # %% ../../nbs/placement/06b_profile.ipynb #4fc2399b
 def step_time(g: Grid, placement: Placement,
@@ -182,13 +190,17 @@ def profile(ranks: int = 2, # rank processes, or GPUs
     for name, v in dict(ranks=ranks, d_model=d_model, d_hidden=d_hidden, experts=experts, tokens=tokens).items():
         if v < 1: raise ValueError(f"{name} must be >= 1, got {v}")
     if experts < ranks or tokens % experts: raise ValueError(f"experts must be at least the {ranks} ranks and divide the {tokens} tokens, got {experts}")
-    path, want = Path(out), dict(d_model=d_model, d_hidden=d_hidden, experts=experts, tokens=tokens)
+    path = Path(out)
+    if not path.parent.is_dir(): raise ValueError(f"out: there is no folder {str(path.parent)!r}")
+    want = dict(d_model=d_model, d_hidden=d_hidden, experts=experts, tokens=tokens)
     if path.exists() and not fresh:
         p = Profile.load(path)
         if len(p.tokens_per_second) != ranks or any(getattr(p, k) != v for k, v in want.items()):
             raise ValueError(f"{out} holds a profile of other sizes: give another file, or --fresh")
     else:
-        with Pool(ranks, timeout=120) as pool: p = pool.run(_measure, d_model, d_hidden, experts, tokens)[0]
+        try:
+            with Pool(ranks, timeout=120) as pool: p = pool.run(_measure, d_model, d_hidden, experts, tokens)[0]
+        except RankError as e: raise (e.__cause__ if isinstance(e.__cause__, ValueError) else e) from None
         p.save(path)
     print(f"{p.backend} on {p.machine}, {p.dtype}, D={d_model} F={d_hidden} E={experts}, {tokens} tokens a rank ({out})")
     print("tokens/s of each rank:  ", *[f"{t:.4g}" for t in p.tokens_per_second])

@@ -68,7 +68,7 @@ def _loads(name, x):
 def eplb(weight: np.ndarray, # (L,E) load of each layer's experts
          replicas: int, # physical experts, a multiple of `devices`
          groups: int, nodes: int, devices: int,
-         cap: bool = False, # at most one replica of an expert for each device; the published planner has no such bound
+         cap: bool = False, # no more replicas of an expert than devices of its node (two may still share one); the published planner has no such bound
         ) -> tuple[np.ndarray, np.ndarray]: # (L, replicas) logical expert of each physical one, (L,E) replica counts
     """EPLB's hierarchical plan (deepseek-ai/EPLB, README): expert groups to nodes, replicas inside a node, then onto its devices.
 
@@ -77,11 +77,14 @@ def eplb(weight: np.ndarray, # (L,E) load of each layer's experts
     if weight.ndim != 2 or not weight.shape[1]: raise ValueError(f"weight must be (L, E), got shape {weight.shape}")
     _loads("weight", weight)
     L, E = weight.shape
+    for name, v in dict(groups=groups, nodes=nodes, devices=devices).items():
+        if v < 1: raise ValueError(f"{name} must be >= 1, got {v}")
     if replicas < E: raise ValueError(f"replicas ({replicas}) must be at least the number of experts ({E})")
     if replicas % devices: raise ValueError(f"replicas ({replicas}) must be a multiple of devices ({devices})")
     if groups % nodes: groups = nodes = 1
     for name, a, b in (("number of experts", E, groups), ("devices", devices, nodes), ("replicas", replicas, nodes)):
         if a % b: raise ValueError(f"{name} ({a}) must be a multiple of {'groups' if a == E and name[0] == 'n' else 'nodes'} ({b})")
+    if cap and replicas * nodes > E * devices: raise ValueError(f"replicas must be at most {E * devices // nodes} with cap, got {replicas}")
     plans = [_eplb_layer(w, replicas, groups, nodes, devices, devices // nodes if cap else None) for w in weight]
     return np.stack([p for p, _ in plans]), np.stack([c for _, c in plans])
 
@@ -91,7 +94,9 @@ def eplb_placement(load: np.ndarray, # (E,)
                    nodes: int = 1, groups: int | None = None) -> Placement:
     "EPLB's plan as a placement; `groups` None: one expert a group where that allows the hierarchy."
     load = np.asarray(load, float)
-    phys, _ = eplb(load[None], devices * slots, groups or (len(load) if len(load) % nodes == 0 else 1), nodes, devices, cap=True)
+    groups = groups or (len(load) if len(load) % nodes == 0 else 1)
+    cap = slots * (1 if groups % nodes else nodes) <= len(load)                # with more slots than that nothing keeps replicas apart
+    phys, _ = eplb(load[None], devices * slots, groups, nodes, devices, cap)
     p = np.zeros((len(load), devices), np.int64)
     np.add.at(p, (phys[0], np.arange(devices * slots) // slots), 1)
     return Placement(torch.from_numpy(p))
@@ -122,7 +127,7 @@ def smartmoe_placement(cost: Cost, counts: np.ndarray, # (G,E)
                        placement: Placement, max_swaps: int = 64) -> Placement:
     "Greedy swaps between the slowest device and the others, the best one each round, while the step gets faster (USENIX ATC 2023, online part)."
     if (placement.slots.sum(1) != 1).any(): raise ValueError("SmartMoE keeps one copy of each expert: every row of slots must sum to 1")
-    counts, p = by_expert(counts, placement), placement.slots.numpy().copy()
+    counts, p = by_expert(counts, placement, cost), placement.slots.numpy().copy()
     parts = total(cost, counts, p)
     for _ in range(max_swaps):
         t = device_seconds(parts)
@@ -145,7 +150,7 @@ def shadows(cost: Cost, counts: np.ndarray, # (G,E)
             placement: Placement) -> tuple[list[int], float]: # (shadowed experts, hottest first; predicted seconds)
     """How many of the hottest experts to copy everywhere (PPoPP 2022, section 4): while the slowest device's compute and exchange,
     plus 2 transfers of parameters a shadow, get less. Their tokens stay at home."""
-    counts, p = by_expert(counts, placement), placement.slots.numpy()
+    counts, p = by_expert(counts, placement, cost), placement.slots.numpy()
     move = 2 * cost.expert_bytes / min(cost.bandwidth)
     each = columns(cost, counts, p)
     parts = each.sum(0)

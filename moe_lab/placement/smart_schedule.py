@@ -143,6 +143,6 @@ def smart_seconds(cost: Cost, counts: np.ndarray, # (G,E)
     p = placement.slots.numpy()
     flow, G = flows(counts, placement, shadowed), cost.cluster.num_devices
     n = groups or max(n for n in range(1, 17) if G % n == 0)
-    sync = total(cost, by_expert(counts, placement), p)[1].max() if (p > 0).sum(1).max() > 1 else 0.
+    sync = total(cost, by_expert(counts, placement, cost), p)[1].max() if (p > 0).sum(1).max() > 1 else 0.
     copies = cost.copy_seconds * ((p > 0).sum(0).max() + len(shadowed))
     return smart_pass(cost, flow, n) + smart_pass(cost, flow, n, 2 / 3) + float(sync) + copies + 2 * len(shadowed) * cost.expert_bytes / min(cost.bandwidth) + cost.fixed

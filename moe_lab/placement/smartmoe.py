@@ -70,6 +70,7 @@ class Plan:
 # %% ../../nbs/placement/05c_smartmoe.ipynb #f660410c
 def worst_load(num_experts: int, tokens: int, bound: float) -> np.ndarray: # (E,) int64
     "The most uneven load in which no expert gets more than `bound` times the mean: as many full ones as there are tokens for, side by side."
+    if num_experts < 1 or tokens < 0: raise ValueError(f"num_experts must be >= 1 and tokens >= 0, got {num_experts} and {tokens}")
     if not bound >= 1: raise ValueError(f"bound must be >= 1, got {bound}")
     most = -(-tokens // num_experts) if bound == 1 else max(1, int(bound * tokens / num_experts))
     return np.minimum(np.maximum(tokens - most * np.arange(num_experts), 0), most)

@@ -39,6 +39,7 @@ def _check(counts, placement):
     if counts.shape != (G, E): raise ValueError(f"counts must be (G={G}, E={E}), got {counts.shape}")
     if not np.issubdtype(counts.dtype, np.integer): raise TypeError(f"counts must be whole numbers, got {counts.dtype}")
     if (counts < 0).any(): raise ValueError("counts must be >= 0")
+    if max(counts.sum(0, dtype=float).max(initial=0), placement.slots.sum(1).max()) >= 2**31: raise ValueError("counts and slots of an expert must be below 2^31")     # their products stay in int64
     return counts.astype(np.int64)
 
 # %% ../../nbs/placement/02_tokens.ipynb #79f4bc62

@@ -13,7 +13,7 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from ..core.arguments import short
+from ..core.arguments import short, whole
 from ..core.files import read_text
 from ..experts.layer import MoE
 from ..models.corpus import load_corpus
@@ -107,6 +107,11 @@ def record(data: str = None, # text file or folder [default: the standard librar
            seed: int = 0, # of weights and batches
            ) -> None:
     "Train a small GPT with experts and keep which experts its tokens asked for."
+    path = Path(out)
+    if path.suffix != ".npz": raise ValueError(f"out must end in .npz, got {out!r}")
+    if not path.parent.is_dir(): raise ValueError(f"out: there is no folder {str(path.parent)!r}")
+    whole(top_k, "top_k", 1, whole(experts, "experts"))
+    for name, v in dict(layers=layers, d_model=d_model, d_hidden=d_hidden, steps=steps, batch=batch, context=context).items(): whole(v, name)
     config = TrainConfig(steps=steps, batch_size=batch, context=context, balance=balance, seed=seed, warmup=min(50, steps), eval_every=steps, eval_windows=8, save_every=steps)
     corpus, seen = load_corpus(data, 512), []
     model = GPTConfig(corpus.vocab_size, d_model, layers, 4, d_hidden, experts, top_k=top_k, activation="gelu")

@@ -26,10 +26,13 @@ def initial(num_experts: int, num_devices: int,
     if slots.min() < 0: raise ValueError(f"slots must be >= 0, got {slots.min()}")
     if slots.sum() < E: raise ValueError(f"{G} devices with {slots.sum()} slots in all hold fewer than the {E} experts")
     p = Placement.expert_parallel(E, G).slots.numpy()
-    for g in range(G):
-        for e in np.flatnonzero(p[:, g])[slots[g]:]:
-            p[e, g] = 0
-            if not p[e].any(): p[e, int((slots - p.sum(0)).argmax())] = 1
+    for g in range(G): p[np.flatnonzero(p[:, g])[slots[g]:], g] = 0
+    for e in np.flatnonzero(p.sum(1) == 0):
+        free = slots - p.sum(0)
+        if free.max() < 1:                                     # fewer experts than devices: some other one has a second home
+            x = p.sum(1).argmax(); g = np.flatnonzero(p[x])[-1]
+            p[x, g], free[g] = 0, 1
+        p[e, free.argmax()] = 1
     for g in range(G):
         own = np.flatnonzero(p[:, g])
         base, more = divmod(slots[g], len(own)) if len(own) else (0, 0)
@@ -52,7 +55,9 @@ def balance_ratio(load: np.ndarray, placement: Placement,
                  ) -> float:
     "max over devices of load / mean load (eq. 6), each load taken relative to the device's speed; 1 for no load at all."
     x = device_load(load, placement)
-    speed = np.ones_like(x) if speed is None else np.asarray(speed, float) / np.mean(speed)
+    speed = np.ones_like(x) if speed is None else np.asarray(speed, float)
+    if speed.shape != x.shape or not (np.isfinite(speed).all() and (speed > 0).all()): raise ValueError(f"speed must be finite and > 0 for each of {len(x)} devices, got {speed}")
+    speed = speed / speed.mean()
     return float((x / speed).max() / x.mean()) if x.sum() else 1.
 
 # %% ../../nbs/placement/01_vexpert.ipynb #d4e017ec
@@ -66,9 +71,15 @@ class Move:
     other: int = -1
 
 
+def _there(placement, expert, device=0):
+    for name, i, n in (("expert", expert, placement.num_experts), ("device", device, placement.num_devices)):
+        if not 0 <= i < n: raise ValueError(f"{name} must be in [0, {n - 1}], got {i}")
+
+
 def _with(placement, changes):
     p = placement.slots.clone()
     for e, g, by in changes:
+        _there(placement, e, g)
         p[e, g] += by
         if p[e, g] < 0: raise ValueError(f"expert {e} has no vExpert on device {g}")
     return Placement(p)
@@ -78,6 +89,7 @@ def expand(placement: Placement, expert: int, device: int,
            slots: int | np.ndarray | None = None, # slots of a device, or of each, to refuse an overfull one
           ) -> Placement:
     "One more vExpert of `expert` on `device`."
+    _there(placement, expert, device)
     if slots is not None and placement.slots[:, device].sum() >= (own := np.broadcast_to(slots, (placement.num_devices,))[device]):
         raise ValueError(f"device {device} has no free slot of its {own}")
     return _with(placement, [(expert, device, 1)])
@@ -85,6 +97,7 @@ def expand(placement: Placement, expert: int, device: int,
 
 def shrink(placement: Placement, expert: int, device: int) -> Placement:
     "One vExpert of `expert` less on `device`; the last one of an expert cannot go."
+    _there(placement, expert, device)
     if int(placement.slots[expert].sum()) == 1: raise ValueError(f"expert {expert} has one vExpert left; it must stay")
     return _with(placement, [(expert, device, -1)])
 
@@ -136,6 +149,7 @@ def evacuate(placement: Placement,
     p[:, devices], slots, load = 0, np.broadcast_to(slots, (G,)).copy(), np.ones(E) if load is None else np.asarray(load, float)
     slots[devices] = 0
     if slots.sum() < E: raise ValueError(f"slots must hold the {E} experts without devices {list(devices)}, there are {slots.sum()}")
+    if (over := p.sum(0) - slots).max() > 0: raise ValueError(f"slots must be at least the {p.sum(0)[over.argmax()]} that device {over.argmax()} already uses, got {slots}")
     homeless = np.flatnonzero(p.sum(1) == 0)
     for e in homeless[np.argsort(-load[homeless], kind="stable")]:
         share = load / np.maximum(p.sum(1), 1)
