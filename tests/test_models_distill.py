@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_lab.models.corpus import load_corpus
-from moe_lab.models.distill import Distill, TeacherCache, chunked_losses, kd_loss, teach
+from moe_lab.models.distill import _Losses, Distill, TeacherCache, chunked_losses, kd_loss, teach
 from moe_lab.models.gpt import GPT, GPTConfig
 from moe_lab.models.pr_moe import layout, pyramid, residual_moe, spread
 from moe_lab.models.train import TrainConfig, fit
@@ -143,3 +143,13 @@ def test_every_layout_is_a_partition(E, W):
                                     (lambda: residual_moe(8, 8, 4, how="both"), "how"), (lambda: Distill(None, temperature=0.), "temperature"), (lambda: Distill(None, stop=1.1), "stop")])
 def test_impossible_set_ups_say_so(f, word):
     with pytest.raises(ValueError, match=word): f()
+
+
+def test_token_outside_the_vocabulary():
+    torch.manual_seed(0)
+    h, W, h_t, W_t = torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 6), torch.randn(5, 6)
+    for y in (9, 5, -1, -100):
+        with pytest.raises(ValueError, match=r"y_T must be tokens of the vocabulary, in \[0, 4\]"): chunked_losses(h, W, torch.tensor([0, y, 4]), h_t, W_t)
+    ce, kl = _Losses.apply(h, W, torch.tensor([0, 9, 4]), h_t, W_t, 1., 2)      # as on a GPU, where nobody looks
+    assert ce.isnan().tolist() == [False, True, False] and kl.isfinite().all()
+    assert chunked_losses(h[:0], W, torch.zeros(0, dtype=torch.int64), h_t[:0], W_t)[0].shape == (0,)

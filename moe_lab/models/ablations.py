@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..core.arguments import whole
+from ..core.backend import find_device
 from .corpus import Corpus, load_corpus
 from .distill import Distill
 from .gpt import GPTConfig, ResidualMoE, every, num_params
@@ -126,7 +127,7 @@ def run_arm(arm: Arm, main: Corpus, other: Corpus, out: str | Path, device=None,
 def ablate(experiment: str, # halves, residual, pyramid, drops, balance, students or frozen
            scale: str = "cpu", # cpu: minutes; gpu: the size of the stored results
            seeds: int = 3, # runs of each arm
-           out: str = "runs/ablations", # folder for checkpoints and results.json; what is there is not trained again
+           out: str = "runs/ablations", # folder for checkpoints and EXPERIMENT-SCALE.json; what is there is not trained again
            device: str = None, # cpu, cuda, ... [default: cuda when there is one]
           ) -> None:
     "Train every arm of an experiment with several seeds and print mean and standard deviation of the validation loss."
@@ -134,6 +135,8 @@ def ablate(experiment: str, # halves, residual, pyramid, drops, balance, student
     arms = experiments(SCALES[scale])
     if experiment not in arms: raise ValueError(f"experiment must be one of {list(arms)}, got {experiment!r}")
     whole(seeds, "seeds")
+    device = find_device(device)
+    Path(out).mkdir(parents=True, exist_ok=True)
     main, other = texts(scale)
     results = []
     for name, arm in arms[experiment].items():
@@ -254,11 +257,11 @@ def report(experiment: str, results: dict | None = None) -> None: # None: those 
     results = results or stored()
     runs = [o for o in results["runs"] if o["experiment"] == experiment]
     if not runs: raise ValueError(f"experiment must be one of {sorted({o['experiment'] for o in results['runs']})}, got {experiment!r}")
-    print(f"{'':22}{'parameters':>12}{'active':>12}{'bytes sent':>12}{'dropped':>9}{'max load':>9}   loss of {len({o['seed'] for o in runs})} seeds")
+    print(f"{'':18} {'loss of ' + str(len({o['seed'] for o in runs})) + ' seeds':18}{'parameters':>12}{'active':>12}{'bytes sent':>12}{'dropped':>9}{'max load':>9}")
     for arm in dict.fromkeys(o["arm"] for o in runs):
         rows = [o for o in runs if o["arm"] == arm]
         of = lambda key: mean_sd([o[key] for o in rows])
-        print(f"{arm:22}{rows[0]['total']:12,}{rows[0]['active']:12,}{rows[0]['sent']:12,}{of('dropped')[0]:9.1%}{of('imbalance')[0]:9.2f}   {of('valid')[0]:.4f} +- {of('valid')[1]:.4f}")
+        print(f"{arm:18} {of('valid')[0]:.4f} +- {of('valid')[1]:.4f}  {rows[0]['total']:12,}{rows[0]['active']:12,}{rows[0]['sent']:12,}{of('dropped')[0]:9.1%}{of('imbalance')[0]:9.2f}")
     for c in claims(SCALES[results["scale"]]):
         if c.experiment != experiment: continue
         mean, half_width, words = verdict(runs, c)

@@ -55,7 +55,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, W, y, h_t, W_t, tau, chunk):
         ce, student, teacher = (_Sum(_logits(h[:, :1], W[:1, :1])) for _ in range(3))
-        right = torch.empty_like(ce.s)
+        right = torch.full_like(ce.s, torch.nan)       # stays so for a token outside the vocabulary: the host does not wait for a GPU to look
         for c in _slices(len(W), chunk):
             z, t = _logits(h, W[c]), _logits(h_t, W_t[c]) / tau
             ce.add(z); student.add(z / tau); teacher.add(t, t - z / tau)
@@ -87,9 +87,11 @@ def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and outp
                    temperature: float = 1.,
                    chunk: int = 8192, # tokens of the vocabulary at a time
                   ) -> tuple[Tensor, Tensor]: # cross-entropy (T,), tau^2 * KL (T,)
-    "Both losses of each token from features, holding about six (T, chunk) tensors at a time and none of (T, V); differentiable in h and W."
+    "Both losses of each token from features, holding about six (T, chunk) tensors at a time and none of (T, V); differentiable in h and W. A token outside the vocabulary: ValueError, on a GPU a cross-entropy of nan."
     if len(W_VD) != len(W_teacher_VD): raise ValueError(f"student and teacher must share a vocabulary, got {len(W_VD)} and {len(W_teacher_VD)} tokens")
     if not len(h_TD) == len(y_T) == len(teacher_TD): raise ValueError(f"student, targets and teacher must have as many tokens, got {len(h_TD)}, {len(y_T)} and {len(teacher_TD)}")
+    V = len(W_VD)
+    if y_T.device.type == "cpu" and bool(((y_T < 0) | (y_T >= V)).any()): raise ValueError(f"y_T must be tokens of the vocabulary, in [0, {V - 1}], got {y_T.min().item()} to {y_T.max().item()}")
     whole(chunk, "chunk"); _positive(temperature)
     kind = h_TD.device.type
     if torch.is_autocast_enabled(kind):
@@ -98,12 +100,13 @@ def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and outp
 
 # %% ../../nbs/models/05_distill.ipynb #d2cbdb3f
 class TeacherCache:
-    "Features of a teacher for the batch of each step, in `folder`: computed once, then read."
+    "Features of a teacher for the batch of each step, in `folder`: computed once, then read. The teacher must not change after."
     def __init__(self, folder: str | Path, teacher: GPT):
         self.folder, self.teacher = Path(folder), teacher
         self.folder.mkdir(parents=True, exist_ok=True)
-        sums = torch.stack([p.detach().double().sum().cpu() for p in teacher.parameters()])
-        self.who = hashlib.sha256(repr(teacher.config).encode() + sums.numpy().tobytes()).hexdigest()
+        who = hashlib.sha256(repr(teacher.config).encode())
+        for t in teacher.state_dict().values(): who.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        self.who = who.hexdigest()
 
     def __call__(self, step: int, x_BS: Tensor) -> Tensor: # (B,S,D)
         path, batch = self.folder / f"{step:07d}.safetensors", hashlib.sha256(x_BS.cpu().numpy().tobytes()).hexdigest()

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.arguments import whole
+from ..core.arguments import number, whole
 from .gpt import GPTConfig, NumParams
 
 # %% ../../nbs/models/06_zoo.ipynb #a4d04f1c
@@ -158,13 +158,13 @@ class Model:
 
     def train_flops(self, tokens: float | None = None, context: int | None = None) -> float:
         "FLOPs of a training: forward and backward are three forwards. Default: the recipe's tokens."
-        n = tokens or self.recipe.tokens
+        n = self.recipe.tokens if tokens is None else tokens
         if n is None: raise ValueError(f"tokens must be given: the recipe of {self.name} does not say")
-        return 3 * n * self.flops_per_token(context)
+        return 3 * number(n, "tokens") * self.flops_per_token(context)
 
     def weight_bytes(self, bytes_per_param: float = 2) -> float:
         "Memory of the weights [B]."
-        return bytes_per_param * self.num_params().total
+        return number(bytes_per_param, "bytes_per_param") * self.num_params().total
 
     def train_bytes(self) -> int:
         "Weights and gradients in 16 bit, master weights and two Adam moments in 32: 16 B a parameter, without activations."
@@ -282,6 +282,7 @@ def _gpt_oss(name, L, E, published, active):
     return _llm(name, 2880, L, Attention(64, 64, 8, bias=True, extra=64), E, 2880, 4, 201088, published, active, "arXiv 2508.10925, table 1",
                 recipe=Recipe(context=131072), expert_bias=True, router_bias=True, note="the print leaves the input embedding out of the active ones")
 
+_qwen3 = "context of most of its training; the last stage, hundreds of billions of tokens, has 32,768"
 _deepseek = Recipe(15360, 4096, 14.8e12, 2.2e-4, 7.3e-6, 4.3e12, betas=(.9, .95), weight_decay=.1, clip=1., balance=1e-4, bias_rate=1e-3)
 _olmoe = Recipe(1024, 4096, 5.133e12, 4e-4, init_std=.02, betas=(.9, .95), weight_decay=.1, clip=1., balance=.01, z_loss=.001)
 
@@ -290,8 +291,8 @@ _models += [
     _llm("Mixtral-8x22B", 6144, 56, Attention(48, 128, 8), 8, 16384, 2, 32768, 141e9, 39e9, "mistral.ai, April 2024", recipe=Recipe(context=65536)),
     _llm("DeepSeek-V3", 7168, 61, LatentAttention(128, 1536, 512, 128, 64, 128), 256, 2048, 8, 129280, 671e9, 37e9, "arXiv 2412.19437", dense=3, d_ffn=18432,
          recipe=_deepseek, d_shared=2048, note="without the module that predicts a second token (14 B)"),
-    _llm("Qwen3-30B-A3B", 2048, 48, Attention(32, 128, 4, extra=256), 128, 768, 8, 151936, 30.5e9, 3.3e9, "arXiv 2505.09388", recipe=Recipe(context=32768, tokens=36e12)),
-    _llm("Qwen3-235B-A22B", 4096, 94, Attention(64, 128, 4, extra=256), 128, 1536, 8, 151936, 235e9, 22e9, "arXiv 2505.09388", recipe=Recipe(context=32768, tokens=36e12)),
+    _llm("Qwen3-30B-A3B", 2048, 48, Attention(32, 128, 4, extra=256), 128, 768, 8, 151936, 30.5e9, 3.3e9, "arXiv 2505.09388", recipe=Recipe(context=4096, tokens=36e12), note=_qwen3),
+    _llm("Qwen3-235B-A22B", 4096, 94, Attention(64, 128, 4, extra=256), 128, 1536, 8, 151936, 235e9, 22e9, "arXiv 2505.09388", recipe=Recipe(context=4096, tokens=36e12), note=_qwen3),
     _llm("OLMoE-1B-7B", 2048, 16, Attention(16, 128, extra=4096), 64, 1024, 8, 50304, 6.9e9, 1.3e9, "arXiv 2409.02060", recipe=_olmoe),
     _gpt_oss("gpt-oss-20b", 24, 32, 20.9e9, 3.6e9), _gpt_oss("gpt-oss-120b", 36, 128, 116.8e9, 5.1e9),
 ]
