@@ -145,6 +145,7 @@ def alltoall_phases(cluster: Cluster, bytes: float | Traffic, algo: str = "linea
     """
     uneven = isinstance(bytes, Traffic)
     sizes = _checked(cluster, 0. if uneven else bytes, group, algo, (*ALGORITHMS, "coordinated"))
+    if algo != "coordinated" and tensor != 1: raise ValueError(f"tensor must be 1 unless algo is 'coordinated', got {short(tensor)} and {algo!r}")
     if uneven: return _uneven(cluster, bytes, algo, group)
     if algo != "coordinated": return ALGORITHMS[algo](cluster, bytes, sizes)
     near, far = _split_group(sizes, whole(tensor, "tensor"))

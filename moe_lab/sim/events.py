@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.arguments import number
+from ..core.arguments import check_type, number, short, whole
 from ..core.types import Cluster
 
 # %% ../../nbs/sim/01_events.ipynb #751f6ec5
@@ -40,8 +40,9 @@ class Op:
 
     def __post_init__(self):
         object.__setattr__(self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after))
-        for n, least, most in (("seconds", 0, 1e15), ("bytes", 0, 1e30), ("messages", 1e-18, 1e18), ("tax", 0, .99)): number(getattr(self, n), f"{n} of op {self.name!r}", least, most)
-        for p, v in self.load.items(): number(v, f"load on {p!r} of op {self.name!r}", 0, 1e15)
+        for n, least, most in (("seconds", 0, 1e15), ("bytes", 0, 1e30), ("messages", 1e-18, 1e18), ("tax", 0, .99)): object.__setattr__(self, n, number(getattr(self, n), f"{n} of op {self.name!r}", least, most))
+        check_type(f"load of op {self.name!r}", self.load, Mapping)
+        object.__setattr__(self, "load", {p: number(v, f"load on {p!r} of op {self.name!r}", 0, 1e15) for p, v in self.load.items()})
 
     @property
     def alone(self):
@@ -83,7 +84,9 @@ class Timeline:
 
     def __getitem__(self, name: str) -> tuple[float, float]:
         "(start, end) of the op called `name`."
-        return next((s, e) for o, s, e in zip(self.ops, self.start, self.end) if o.name == name)
+        for o, s, e in zip(self.ops, self.start, self.end):
+            if o.name == name: return s, e
+        raise KeyError(f"no op is called {short(name)}")
 
     def port_use(self) -> dict[Hashable, float]:
         "Share of the whole time that each port was busy, the busiest first."
@@ -158,6 +161,7 @@ def _rates(ops, loads, running, draining):
 def simulate(ops: Iterable[Op]) -> Timeline:
     "Run `ops` to the end in virtual time. Raises ValueError on unknown or circular waits."
     ops = tuple(ops)
+    for o in ops: check_type("each of ops", o, Op)
     followers, waits = _edges(ops)
     loads = [{p: s for p, s in o.load.items() if s >= NOTHING} for o in ops]
     start, end = [0.] * len(ops), [0.] * len(ops)
@@ -193,12 +197,16 @@ def simulate(ops: Iterable[Op]) -> Timeline:
 # %% ../../nbs/sim/01_events.ipynb #06a0eb07
 def port_of(cluster: Cluster, level: int, device):
     "Number of the port at `level` through which `device` (an int, or an array of them) sends and receives."
+    whole(level, "level", 0, len(cluster.levels) - 1)
+    if np.asarray(device).dtype.kind not in "iu" or np.any((np.asarray(device) < 0) | (np.asarray(device) >= cluster.num_devices)):
+        raise ValueError(f"device must be a whole number in [0, {cluster.num_devices - 1}], got {short(device)}")
     below = int(np.prod(cluster.sizes[level + 1:]))
     return device // (below // cluster.levels[level].ports)
 
 # %% ../../nbs/sim/01_events.ipynb #ba93a3c1
 def send(cluster: Cluster, src: int, dst: int, bytes: float, name: str | None = None, **kw) -> Op:
     "One message as an op; `kw` goes to Op. To itself a device sends at no cost."
+    for n, d in (("src", src), ("dst", dst)): whole(d, n, 0, cluster.num_devices - 1)
     crossed = cluster.level_between(src, dst)
     kw = dict(device=src, bytes=bytes) | kw
     name = name or f"{src}->{dst}"
