@@ -25,7 +25,9 @@ class Kernel:
 
 
 @functools.cache
-def nursery(owner): return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+def nursery(owner):
+    "The process that kernels are forked from. tqdm reads its variable when it is imported, which torch does: no stored output may depend on the clock."
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"TQDM_DISABLE": "1"})
 
 
 def start(cmd, env, cwd, **_):

@@ -16,7 +16,7 @@ SYSTEMS += ["92_tour", "94_plan", "94a_which", "compare"]
 BENCHMARKS = sorted(name(p) for p in (NBS / "bench").glob("[!_.]*.ipynb") if p.stem != "00_harness")
 #: Pages whose system has a paper with a number that ours can stand beside.
 PAPERS = ["routing/03_capacity", "experts/01_dispatch", "experts/02_topology", "experts/02c_blocksparse", "experts/03_grouped", "experts/03g_decode",
-          "inference/01a_coordinated", "inference/02_step", "bench/11_padding", "comm/01_alltoall", "comm/02b_switch", "comm/03_pipeline", "comm/04b_fused", "hybrid_ep/01_stream", "hybrid_ep/02_domain", "models/04_pr_moe", "models/05_distill", "models/06_zoo",
+          "inference/01a_coordinated", "inference/02_step", "bench/11_padding", "comm/01_alltoall", "comm/02b_switch", "comm/03_pipeline", "comm/04b_fused", "hybrid_ep/01_stream", "hybrid_ep/02_domain", "hybrid_ep/07_curves", "hybrid_ep/08_scale", "sim/02_collectives", "sim/04_step", "models/04_pr_moe", "models/05_distill", "models/06_zoo",
           "placement/02_tokens", "placement/04_policy", "placement/05_rivals", "placement/07_arena", "sim/06_dlrm", "sim/06_latency", "compare"]
 
 
