@@ -132,6 +132,7 @@ def check_requests(model: nn.Module, prompts: list[list[int]], max_new: int, con
         bad = [t for t in map(_plain, p) if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < vocab]
         if bad: raise ValueError(f"prompt {i}: token id {short(bad[0])} is outside the vocabulary of {vocab}")
         if context is not None and len(p) + max_new > context: raise ValueError(f"prompt {i} of {len(p)} tokens and max_new={max_new} exceed the context of {context}")
+    if isinstance(model, GPT) and not alone(model): return     # one rank's broken slice must not leave the others waiting: there the logits tell all
     for name, w in model.named_parameters():                   # a router of NaN chooses nobody, and no logit would tell
         if not w.isfinite().all(): raise FloatingPointError(f"the model's weight {name} is not finite")
 

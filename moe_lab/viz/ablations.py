@@ -45,10 +45,10 @@ def beside(experiment: str, results: dict | None = None) -> go.Figure: # None: t
     question = questions(SCALES[results["scale"]])[experiment]
     ours = gains(results["runs"], experiment, question.reference)
     arms = [len(o.gains) for o in question.papers] + [len(ours)]
-    n, heads = len(arms), [f"{o.where}:<br>{o.unit}" for o in question.papers] + [f"ours: nats below {question.reference}"]
+    n, heads = len(arms), [f"{o.where}:<br>{o.unit}" for o in question.papers] + [f"ours: nats below {question.reference};<br>dots are seeds, bars mean and 95 % interval"]
     fig = make_subplots(n, 1, subplot_titles=heads, row_heights=arms, vertical_spacing=0.42 / n)
     for row, o in enumerate(question.papers, 1):
-        fig.add_scatter(x=[round(x, 3) for x in o.gains.values()], y=list(o.gains), mode="markers", marker=dict(color=_colors[1], symbol="diamond", size=12), name="the paper", showlegend=row == 1,
+        fig.add_scatter(x=[round(x, 3) for x in o.gains.values()], y=list(o.gains), mode="markers", marker=dict(color=_colors[1], symbol="diamond", size=12), name="the paper",
                         hovertemplate="%{y}" + ": %{x:+.3f}" * (not o.order) + "<extra></extra>", row=row, col=1)
         fig.update_xaxes(dict(tickvals=[0, 1], ticktext=["no better", "better"], range=[-0.3, 1.3]) if o.order else dict(rangemode="tozero"), row=row, col=1)
     mean, half = zip(*map(interval, ours.values()))
@@ -57,7 +57,7 @@ def beside(experiment: str, results: dict | None = None) -> go.Figure: # None: t
     fig.add_scatter(x=mean, y=list(ours), mode="markers", error_x=dict(array=half, thickness=2, width=7), marker=dict(color=_colors[3], symbol="line-ns-open", size=16, line_width=3),
                     name="mean, 95 % interval", customdata=half, hovertemplate="%{y}: %{x:+.4f} ± %{customdata:.4f}<extra></extra>", row=n, col=1)
     fig.update_annotations(x=0, xanchor="left", xshift=-60, align="left", font_size=12).update_xaxes(zeroline=True, zerolinewidth=2, zerolinecolor="#808080").update_yaxes(autorange="reversed", type="category", automargin=True)
-    return fig.update_layout(title="<br>".join(textwrap.wrap(question.asks, 38)), margin_t=130, height=190 + 120 * n + 36 * sum(arms), legend=dict(orientation="h", y=-0.12, yanchor="top"))
+    return fig.update_layout(title="<br>".join(textwrap.wrap(question.asks, 38)), margin_t=130, height=190 + 120 * n + 36 * sum(arms), showlegend=False)
 
 # %% ../../nbs/viz/03a_ablations.ipynb #4013294a
 def curves(experiment: str, results: dict | None = None, every: int = 15) -> go.Figure: # None: those of `logged`; every: steps
