@@ -125,8 +125,8 @@ def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False):
     if W < 2: raise ValueError(f"the placement benchmark needs at least 2 GPUs in one host, found {W}")
     report = Report("placement", out, machine(device))
     moves = (16, 32, 4, 32, (1,), 1) if quick else (2048, 4096, 16, 16384, (1, 2, 4), 9) if cuda else (128, 256, 8, 1024, (1, 2), 15)
-    shapes = [(16, 32, 4, 64)] if quick else [(2048, 4096, 16, 65536), (4096, 2048, 32, 32768), (2048, 4096, 16, 16384)] if cuda else [(128, 256, 8, 1024)]
-    cases, repeats = (3, 1) if quick else (24, 5) if cuda else (18, 15)       # calls of a few milliseconds: many, for cores are shared
+    shapes = [(128, 64, 4, 4096)] if quick else [(2048, 4096, 16, 65536), (4096, 2048, 32, 32768), (2048, 4096, 16, 16384)] if cuda else [(128, 256, 8, 1024)]
+    cases, repeats = (3, 3) if quick else (24, 5) if cuda else (18, 15)       # calls of a few milliseconds: many, for cores are shared
     same = [("float64", "grouped")] + [("bfloat16", p) for p in ("grouped", "padded", "block-sparse") if cuda]
     with Pool(W, timeout=120, backend="nccl" if cuda else "gloo") as pool:
         section(report, "same losses", run_same, same, pool=pool, seconds=60)

@@ -57,14 +57,15 @@ def _products(d_model, d_hidden, num_experts, rows, repeats):
 def compute_rate(d_model: int, d_hidden: int, num_experts: int, # experts of a rank
                  rows: int, repeats: int = 5) -> tuple[float, float]: # rows/s; seconds that one more expert takes for the same rows
     "What this rank's experts compute, forward and backward: slopes in rows and in experts."
-    (few, a), (many, b), (wide, _) = (_products(d_model, d_hidden, e, r, repeats) for e, r in ((num_experts, rows // 4), (num_experts, rows), (2 * num_experts, rows)))
-    if not many > few: raise ValueError("the rate of the experts' products is lost in noise: larger --tokens")
-    return (b - a) / (many - few), max(wide - many, 0.) / num_experts
+    for _ in range(5):
+        (few, a), (many, b), (wide, _) = (_products(d_model, d_hidden, e, r, repeats) for e, r in ((num_experts, rows // 4), (num_experts, rows), (2 * num_experts, rows)))
+        if many > few: return (b - a) / (many - few), max(wide - many, 0.) / num_experts
+    raise ValueError("the rate of the experts' products is lost in noise: larger --tokens")
 
 # %% ../../nbs/placement/06b_profile.ipynb #a5844be1
 def _rate(what, work, more_seconds): # more_seconds() [s]: what that work took more, the same on every rank
-    "Work a second; measured three times before ValueError says that noise ate it."
-    for _ in range(3):
+    "Work a second; measured five times before ValueError says that noise ate it."
+    for _ in range(5):
         if (s := more_seconds()) > 0: return work / s
     raise ValueError(f"{what} is lost in noise: larger --tokens")
 
