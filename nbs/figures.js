@@ -45,8 +45,8 @@
     if (g.layout.sliders) change["sliders[0].pad"] = {...first.pad};
     await Plotly.relayout(g, change);
 
-    const head = 8 + 1.3 * font.size * rows, keys = box(g, ".legend")[0], subtitle = L.annotations?.some(a => a.y >= 1 && a.yref === "paper");
-    const top = head + (keys && g._fullLayout.legend.y > 1 ? keys.height + 10 : 0) + (subtitle ? 22 : 0) + 4, pad = {...first.pad};
+    const head = 8 + 1.3 * font.size * rows, keys = box(g, ".legend")[0], subtitle = Math.max(0, ...(L.annotations ?? []).filter(a => a.y > .99 && a.yref === "paper").map(a => 6 + 16 * lines(a.text)));
+    const top = head + (keys && g._fullLayout.legend.y > 1 ? keys.height + 10 : 0) + subtitle + 4, pad = {...first.pad};
     let far = false;
     if (g._fullLayout.sliders?.[0]?.visible) {       // a slider of one step is not drawn
       const value = box(g, ".slider-group > .slider-label")[0], left = g.getBoundingClientRect().left;

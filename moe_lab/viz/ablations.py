@@ -57,7 +57,7 @@ def beside(experiment: str, results: dict | None = None) -> go.Figure: # None: t
     fig.add_scatter(x=mean, y=list(ours), mode="markers", error_x=dict(array=half, thickness=2, width=7), marker=dict(color=_colors[3], symbol="line-ns-open", size=16, line_width=3),
                     name="mean, 95 % interval", customdata=half, hovertemplate="%{y}: %{x:+.4f} ± %{customdata:.4f}<extra></extra>", row=n, col=1)
     fig.update_annotations(x=0, xanchor="left", xshift=-60, align="left", font_size=12).update_xaxes(zeroline=True, zerolinewidth=2, zerolinecolor="#808080").update_yaxes(autorange="reversed", type="category", automargin=True)
-    return fig.update_layout(title="<br>".join(textwrap.wrap(question.asks, 38)), margin_t=130, height=190 + 120 * n + 36 * sum(arms), showlegend=False)
+    return fig.update_layout(title=dict(text="<br>".join(textwrap.wrap(question.asks, 38)), y=1, yanchor="top", pad_t=12), margin_t=140, height=200 + 120 * n + 36 * sum(arms), showlegend=False)
 
 # %% ../../nbs/viz/03a_ablations.ipynb #4013294a
 def curves(experiment: str, results: dict | None = None, every: int = 15) -> go.Figure: # None: those of `logged`; every: steps
