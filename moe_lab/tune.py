@@ -9,6 +9,7 @@ __all__ = ['CANDIDATES', 'fastest', 'tune']
 import torch
 
 from .bench.harness import measure
+from .core.backend import find_device
 from .experts.grouped import grouped_moe
 from .experts.activation import get_activation
 from .experts import tuning
@@ -43,7 +44,7 @@ def tune(d_model: int = 2048, # D
         if v < 1: raise ValueError(f"{name} must be >= 1, got {v}")
     if top_k > experts: raise ValueError(f"top_k must be at most experts={experts}, got {top_k}")
     if dtype not in ("bfloat16", "float16", "float32"): raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype!r}")
-    if device == "cuda" and not torch.cuda.is_available(): raise ValueError("tune needs a CUDA device, and there is none")
+    find_device(device)
     kind, wide = getattr(torch, dtype), get_activation(activation).halves * d_hidden
     rand = lambda *shape: (torch.randn(shape, device=device) * shape[-1] ** -.5).to(kind).requires_grad_()
     x, up, down = rand(tokens, d_model), rand(experts, wide, d_model), rand(experts, d_model, d_hidden)
@@ -51,7 +52,7 @@ def tune(d_model: int = 2048, # D
     with tuning.listening() as products:
         with torch.no_grad(): grouped_moe(x, (ids, weight), up, down, activation)
         grouped_moe(x, (ids, weight), up, down, activation).sum().backward()
-    where, found = torch.cuda.get_device_name() if device == "cuda" else device, {}
+    where, found = torch.cuda.get_device_name(device) if device.startswith("cuda") else device, {}
     for (owner, name), again in dict(products).items():
         found[owner, name], times = fastest(again, device)
         print(f"{name}: {found[owner, name] or 'default'}, {min(times) * 1e3:.3f} ms (default {times[0] * 1e3:.3f})", flush=True)

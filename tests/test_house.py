@@ -102,6 +102,10 @@ sys.meta_path.insert(0, Absent())
 for m in {rooms}: importlib.import_module(m)""")
 
 
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_modules_are_small(path): assert len((ROOT / path).with_suffix(".py").read_text().splitlines()) <= 400
+
+
 def test_top_level_names():
     import moe_lab
     for name in moe_lab.__all__: assert getattr(moe_lab, name).__name__ == name

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..cluster.launch import NO_MULTICAST
 from .fused_protocol import tile_order
-from ..core.backend import current
+from ..core.backend import current, may_look
 
 # %% ../../nbs/comm/04b_fused.ipynb #782b60a9
 def _world(group): return dist.get_world_size(group) if dist.is_initialized() else 1
@@ -176,7 +176,6 @@ def _rows(x_WECK):
     if x_WECK.transpose(0, 1).is_contiguous() and x_WECK.data_ptr() % 16 == 0: return x_WECK, C, W * C
     return _aligned(x_WECK), E * C, C
 
-# %% ../../nbs/comm/04b_fused.ipynb #82bb2608
 def _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile):
     "What does not change from call to call: descriptors (of x and w: without their addresses), arguments, grid, result."
     from triton.experimental.gluon import language as gl
@@ -266,28 +265,29 @@ def _gemm_run(x, w, group, overlap):
         if part.start < part.stop: y[part].copy_(got[part])
     return y
 
-def _one_dtype(x, w):
-    if w.dtype != x.dtype: raise TypeError(f"weight must have x's dtype {x.dtype}, got {w.dtype}")
-
-def _call(function, run, x, w, *rest):
-    "`run`, through autograd only where a gradient may be asked for."
-    return (function.apply if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad) else run)(x, w, *rest)
-
-class _GemmAllToAll(torch.autograd.Function):
+class _Op(torch.autograd.Function):
+    "Forward by `run`, backward by plain operations and collectives; once, for what a collective brings has no derivative here."
     @staticmethod
-    def forward(ctx, x, w, group, overlap):
+    def forward(ctx, run, back, x, w, group, overlap):
         ctx.save_for_backward(x, w)
-        ctx.group = group
-        return _gemm_run(x, w, group, overlap)
+        ctx.back, ctx.group = back, group
+        return run(x, w, group, overlap)
 
     @staticmethod
-    @once_differentiable                          # the exchange has no derivative of its own
+    @once_differentiable
     def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        dy = _exchange(dy, ctx.group)              # an all-to-all is its own transpose
-        dy_E, x_E = (t.transpose(0, 1).flatten(1, 2) for t in (dy, x))                     # all rows of an expert; x lies so already in a layer
-        dx = torch.bmm(dy_E, w).unflatten(1, (len(x), -1)).transpose(0, 1) if ctx.needs_input_grad[0] else None
-        return dx, torch.bmm(dy_E.mT, x_E) if ctx.needs_input_grad[1] else None, None, None
+        dx, dw = ctx.back(dy, *ctx.saved_tensors, ctx.group, ctx.needs_input_grad[2:4])
+        return None, None, dx, dw, None, None
+
+def _call(run, back, x, w, *rest):
+    "Through autograd only where a gradient may be asked for."
+    return _Op.apply(run, back, x, w, *rest) if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad) else run(x, w, *rest)
+
+def _gemm_back(dy, x, w, group, needs):
+    dy = _exchange(dy, group)                  # an all-to-all is its own transpose
+    dy_E, x_E = (t.transpose(0, 1).flatten(1, 2) for t in (dy, x))                     # all rows of an expert; x lies so already in a layer
+    dx = torch.bmm(dy_E, w).unflatten(1, (len(x), -1)).transpose(0, 1) if needs[0] else None
+    return dx, torch.bmm(dy_E.mT, x_E) if needs[1] else None
 
 # %% ../../nbs/comm/04b_fused.ipynb #0308049c
 def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert
@@ -298,8 +298,8 @@ def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert
     "y = x w^T, each block sent to the rank that its first index names (SC'24, section 3.3: GEMM + All-to-All). Differentiable once."
     if x_WECK.ndim != 4 or x_WECK.shape[0] != _world(group): raise ValueError(f"x must be (W={_world(group)}, E, C, K), got {tuple(x_WECK.shape)}")
     if weight_ENK.shape[::2] != x_WECK.shape[1::2]: raise ValueError(f"weight must be (E={x_WECK.shape[1]}, N, K={x_WECK.shape[3]}), got {tuple(weight_ENK.shape)}")
-    _one_dtype(x_WECK, weight_ENK)
-    return _call(_GemmAllToAll, _gemm_run, x_WECK, weight_ENK, group, overlap)
+    if weight_ENK.dtype != x_WECK.dtype: raise TypeError(f"weight must have x's dtype {x_WECK.dtype}, got {weight_ENK.dtype}")
+    return _call(_gemm_run, _gemm_back, x_WECK, weight_ENK, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #08794de8
 def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0, programs=None, samples=16, num_warps=4) -> Tensor:
@@ -323,23 +323,14 @@ def _embedding_run(table, index, group, overlap):
     if _choose("embedding", overlap, table, index, group) == "none": return _embedding_plain(table, index, group)
     return embedding_send(table, index, peer_buffer(group, index.shape[1] * table.shape[0] * table.shape[2] * table.element_size())).clone()
 
-class _EmbeddingAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, table, index, group, overlap):
-        ctx.save_for_backward(index)
-        ctx.shape, ctx.group = table.shape, group
-        return _embedding_run(table, index, group, overlap)
-
-    @staticmethod
-    @once_differentiable                          # the exchange has no derivative of its own
-    def backward(ctx, dy):
-        (index,), (t, V, D), W = ctx.saved_tensors, ctx.shape, _world(ctx.group)
-        back = _exchange(dy.view(-1, W, t, D).transpose(0, 1), ctx.group)              # (W, B/W, t, D): my tables, all samples
-        rows = back.reshape(-1, t, D).transpose(0, 1)                                  # (t, B, D)
-        dt = torch.zeros(t * V, D, dtype=dy.dtype, device=dy.device)
-        flat = (index + V * torch.arange(t, device=index.device)[:, None, None]).reshape(-1)
-        dt.index_add_(0, flat, rows[:, :, None].expand(-1, -1, index.shape[2], -1).reshape(-1, D))
-        return dt.view(t, V, D), None, None, None
+def _embedding_back(dy, table, index, group, needs):
+    (t, V, D), W = table.shape, _world(group)
+    back = _exchange(dy.view(-1, W, t, D).transpose(0, 1), group)                      # (W, B/W, t, D): my tables, all samples
+    rows = back.reshape(-1, t, D).transpose(0, 1)                                      # (t, B, D)
+    dt = torch.zeros(t * V, D, dtype=dy.dtype, device=dy.device)
+    flat = (index + V * torch.arange(t, device=index.device)[:, None, None]).reshape(-1)
+    dt.index_add_(0, flat, rows[:, :, None].expand(-1, -1, index.shape[2], -1).reshape(-1, D))
+    return dt.view(t, V, D), None
 
 # %% ../../nbs/comm/04b_fused.ipynb #ece7ebb1
 def embedding_all_to_all(table_tVD: Tensor, # this rank's t tables
@@ -357,10 +348,10 @@ def embedding_all_to_all(table_tVD: Tensor, # this rank's t tables
     if index_tBL.ndim != 3 or index_tBL.shape[0] != t: raise ValueError(f"index must be (t={t}, B, L), got {tuple(index_tBL.shape)}")
     if index_tBL.shape[1] % W: raise ValueError(f"the number of samples ({index_tBL.shape[1]}) must be a multiple of the number of ranks ({W})")
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
-    if index_tBL.numel() and (not index_tBL.is_cuda or os.environ.get("MOE_LAB_CHECK") == "1"):
+    if index_tBL.numel() and may_look(index_tBL):
         low, high = (int(i) for i in index_tBL.aminmax())
         if low < 0 or high >= V: raise ValueError(f"index must lie in [0, V={V}), got {low} to {high}")
-    return _call(_EmbeddingAllToAll, _embedding_run, table_tVD, index_tBL, group, overlap)
+    return _call(_embedding_run, _embedding_back, table_tVD, index_tBL, group, overlap)
 
 # %% ../../nbs/comm/04b_fused.ipynb #4a21841c
 def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=None, BK=None, stages=4, num_warps=4) -> Tensor:
@@ -392,17 +383,7 @@ def _gemv_run(x, w, group, overlap):
     if _choose("gemv", overlap, x, w, group) == "none": return _gemv_plain(x, w, group)
     return gemv_reduce(x, w, peer_buffer(group, half=_gemv_words(x.shape[0], w.shape[0], _world(group))))
 
-class _GemvAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, group, overlap):
-        ctx.save_for_backward(x, w)
-        return _gemv_run(x, w, group, overlap)
-
-    @staticmethod
-    @once_differentiable                          # the exchange has no derivative of its own
-    def backward(ctx, dy):                       # dy is the same on every rank, as y is
-        x, w = ctx.saved_tensors
-        return dy @ w, dy.t() @ x, None, None
+def _gemv_back(dy, x, w, group, needs): return dy @ w, dy.t() @ x       # dy is the same on every rank, as y is
 
 # %% ../../nbs/comm/04b_fused.ipynb #da1d7ed7
 def gemv_all_reduce(x_MK: Tensor, # this rank's slice of the inputs, M <= 16 tokens
@@ -413,6 +394,6 @@ def gemv_all_reduce(x_MK: Tensor, # this rank's slice of the inputs, M <= 16 tok
     "sum over ranks of x w^T, the same bits on every rank (SC'24: GEMV + AllReduce, two-phase direct). Differentiable once; dy must be the same on all ranks."
     if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]:
         raise ValueError(f"x (M, K) and weight (N, K) must share K, got {tuple(x_MK.shape)} and {tuple(weight_NK.shape)}")
-    _one_dtype(x_MK, weight_NK)
+    if weight_NK.dtype != x_MK.dtype: raise TypeError(f"weight must have x's dtype {x_MK.dtype}, got {weight_NK.dtype}")
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
-    return _call(_GemvAllReduce, _gemv_run, x_MK, weight_NK, group, overlap)
+    return _call(_gemv_run, _gemv_back, x_MK, weight_NK, group, overlap)

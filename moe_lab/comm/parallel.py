@@ -58,6 +58,10 @@ def compute(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     return experts(rows, F.pad(counts.cumsum(0), (1, 0)).to(rows.device, non_blocking=True))
 
 # %% ../../nbs/comm/02_parallel.ipynb #b78bbf52
+def _check_fields(e):
+    "What an exchange has in common with `Local`, and how rows travel: refused when it is made, not at the first batch."
+    Local(e.capacity_factor, e.rule, e.multiple, e.policy, e.lost); check_choice("algo", e.algo, _algos)
+
 @dataclass(frozen=True)
 class ExpertParallel:
     """Experts shared out over the ranks of a grid, consecutive ids, the first E mod W ranks with one more.
@@ -79,7 +83,7 @@ class ExpertParallel:
     overlap: str = "none"
 
     def __post_init__(self):
-        Local(self.capacity_factor, self.rule, self.multiple, self.policy, self.lost); check_choice("algo", self.algo, _algos)      # refused here, not at the first batch
+        _check_fields(self)
         if self.overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {self.overlap!r}")
         if self.overlap in ("coarse", "fused") and self.capacity_factor is None: raise ValueError(f"overlap={self.overlap!r} needs a capacity_factor: its rows have fixed places")
 

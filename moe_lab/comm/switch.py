@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..cluster.groups import Grid, mesh
-from .alltoall import _algos, flexible, flexible_back, share
-from .parallel import travel
+from .alltoall import flexible, flexible_back, share
+from .parallel import _check_fields, travel
 from ..core.arguments import check_choice, number, whole
 from ..core.types import Dispatch, Routing, dispatch
 from ..experts.activation import get_activation
 from ..experts.dispatch import decode, encode
-from ..experts.layer import Experts, Local, with_capacity
+from ..experts.layer import Experts, with_capacity
 from ..routing.capacity import capacity_for
 
 # %% ../../nbs/comm/02b_switch.ipynb #b4335b3c
@@ -167,8 +167,7 @@ class Switchable:
     lost: str = "zero"
     algo: str = "linear"
 
-    def __post_init__(self):
-        Local(self.capacity_factor, self.rule, self.multiple, self.policy, self.lost); check_choice("algo", self.algo, _algos)      # refused here, not at the first batch
+    def __post_init__(self): _check_fields(self)
 
     def slices(self, num_experts: int) -> int:
         "s, the ranks that share an expert. ValueError when they cannot, or r does not fit."

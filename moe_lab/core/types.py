@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import number, short
+from .backend import may_look
 
 # %% ../../nbs/core/01_types.ipynb #5b00f55d
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ def count_experts(expert: Tensor, # ids, any shape, int64; -1 counts nowhere
                  ) -> Tensor: # (E,) int64
     "How often each expert stands in `expert`. No synchronisation with the host, so on a GPU an id >= E is a device-side assertion."
     flat = expert.reshape(-1)
-    if flat.device.type == "cpu" and not torch.compiler.is_compiling() and flat.numel() and int(flat.max()) >= num_experts:
+    if may_look(flat) and flat.numel() and int(flat.max()) >= num_experts:
         raise ValueError(f"expert must hold ids below num_experts={num_experts}, got {int(flat.max())}")
     # bin 0 takes the -1s, so that the shape does not depend on the data
     bins = (flat + 1).clamp(min=0)

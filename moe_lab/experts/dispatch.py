@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.backend import operator, triton_body
+from ..core.backend import operator, triton_body, widen
 from ..core.types import Dispatch
-from .activation import sum_dtype
 
 # %% ../../nbs/experts/01_dispatch.ipynb #007778b3
 def one_hot(d: Dispatch, # with a capacity C
@@ -44,19 +43,19 @@ def _k0(x_TD, weight_Tk, rows_Tk, num_rows):
     choice = choice[:num_rows]
     z = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])]).index_select(0, choice // k)
     if weight_Tk is None: return z
-    w = F.pad(weight_Tk.reshape(-1), (0, 1)).to(sum_dtype(x_TD.dtype))[choice]
+    w = F.pad(weight_Tk.reshape(-1), (0, 1)).to(widen(x_TD.dtype))[choice]
     return (z * w[:, None]).to(x_TD.dtype)
 
 # %% ../../nbs/experts/01_dispatch.ipynb #7c8575a1
 def _k1(z_RD, weight_Tk, rows_Tk):
     kept = rows_Tk >= 0
     start = F.pad(kept.sum(1).cumsum(0), (1, 0))[:-1]
-    w = None if weight_Tk is None else weight_Tk[kept].to(sum_dtype(z_RD.dtype))
-    return F.embedding_bag(rows_Tk[kept], z_RD.to(sum_dtype(z_RD.dtype)), start, mode="sum", per_sample_weights=w).to(z_RD.dtype)
+    w = None if weight_Tk is None else weight_Tk[kept].to(widen(z_RD.dtype))
+    return F.embedding_bag(rows_Tk[kept], z_RD.to(widen(z_RD.dtype)), start, mode="sum", per_sample_weights=w).to(z_RD.dtype)
 
 # %% ../../nbs/experts/01_dispatch.ipynb #dff8e64e
 def _k2(x_TD, z_RD, rows_Tk):
-    (T, k), acc = rows_Tk.shape, sum_dtype(x_TD.dtype)
+    (T, k), acc = rows_Tk.shape, widen(x_TD.dtype)
     if not z_RD.shape[0]: return x_TD.new_zeros(T, k, dtype=acc)
     z_TkD = z_RD.index_select(0, rows_Tk.clamp(min=0).reshape(-1)).view(T, k, x_TD.shape[1])
     dot = torch.bmm(z_TkD.to(acc), x_TD.to(acc)[:, :, None])[..., 0]
@@ -70,7 +69,7 @@ def _encode(x: Tensor, weight: Tensor | None, rows: Tensor, filled: Tensor, num_
     if triton_body(*floats):
         from moe_lab.experts.dispatch_kernels import scatter
         return scatter(x, weight, rows, filled, num_rows, z)
-    return _k0(x, weight, rows, num_rows), _k2(x, z, rows) if z is not None else x.new_empty(0, dtype=sum_dtype(x.dtype))
+    return _k0(x, weight, rows, num_rows), _k2(x, z, rows) if z is not None else x.new_empty(0, dtype=widen(x.dtype))
 
 # %% ../../nbs/experts/01_dispatch.ipynb #13fa8b42
 @operator("moe_lab::decode")
@@ -80,16 +79,16 @@ def _decode(z: Tensor, weight: Tensor | None, rows: Tensor, filled: Tensor, x: T
     if triton_body(*floats):
         from moe_lab.experts.dispatch_kernels import gather
         return gather(z, weight, rows, x)
-    return _k1(z, weight, rows), _k2(x, z, rows) if x is not None else z.new_empty(0, dtype=sum_dtype(z.dtype))
+    return _k1(z, weight, rows), _k2(x, z, rows) if x is not None else z.new_empty(0, dtype=widen(z.dtype))
 
 # %% ../../nbs/experts/01_dispatch.ipynb #2f64b73a
 @_encode.register_fake
 def _(x, weight, rows, filled, num_rows, z):
-    return x.new_empty(num_rows, x.shape[1]), x.new_empty(rows.shape if z is not None else (0,), dtype=sum_dtype(x.dtype))
+    return x.new_empty(num_rows, x.shape[1]), x.new_empty(rows.shape if z is not None else (0,), dtype=widen(x.dtype))
 
 @_decode.register_fake
 def _(z, weight, rows, filled, x):
-    return z.new_empty(rows.shape[0], z.shape[1]), z.new_empty(rows.shape if x is not None else (0,), dtype=sum_dtype(z.dtype))
+    return z.new_empty(rows.shape[0], z.shape[1]), z.new_empty(rows.shape if x is not None else (0,), dtype=widen(z.dtype))
 
 # %% ../../nbs/experts/01_dispatch.ipynb #98638f02
 def _encode_setup(ctx, inputs, output):

@@ -6,15 +6,13 @@
 __all__ = ['tile_rows', 'tile_table', 'expert_plan', 'expert_mlp', 'grouped_moe']
 
 # %% ../../nbs/experts/03_grouped.ipynb #4007f11f
-import os
-
 import torch
 from torch import Tensor
 
 from ..core.arguments import check_type
-from ..core.backend import operator, triton_body
+from ..core.backend import may_look, operator, triton_body, widen
 from ..core.types import Dispatch, Routing, dispatch as make_dispatch
-from .activation import get_activation, sum_dtype
+from .activation import get_activation
 
 # %% ../../nbs/experts/03_grouped.ipynb #19b4fcc7
 def tile_rows(rows: int, num_experts: int) -> int: # assignments, E
@@ -93,7 +91,7 @@ def _repeat(bias, n): return bias.repeat_interleave(torch.tensor(n, device=bias.
 # %% ../../nbs/experts/03_grouped.ipynb #a64f88fa
 def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row, activation):
     act, R = get_activation(activation), (x if order is None else order).shape[0]
-    pre, y = x.new_empty(R, up.shape[1]), x.new_zeros(x.shape, dtype=sum_dtype(x.dtype))
+    pre, y = x.new_empty(R, up.shape[1]), x.new_zeros(x.shape, dtype=widen(x.dtype))
     if order is not None: token, scale = order // row.shape[1], weight.reshape(-1)[order, None]
     for experts, at, n in _runs(offsets):
         rows, p = x[at] if order is None else x.index_select(0, token[at]), pre[at]
@@ -110,7 +108,7 @@ def _forward_torch(x, weight, up, down, up_bias, down_bias, offsets, order, row,
 
 # %% ../../nbs/experts/03_grouped.ipynb #12a0e68f
 def _backward_torch(dy, x, weight, up, down, up_bias, down_bias, pre, offsets, order, row, activation, needs, up_main=None, down_main=None):
-    act, wide = get_activation(activation), sum_dtype(x.dtype)
+    act, wide = get_activation(activation), widen(x.dtype)
     d_up, d_down, d_up_bias, d_down_bias = (t if t is None else m if m is not None else torch.empty_like(t, memory_format=torch.contiguous_format)
                                             for t, m in ((up, up_main), (down, down_main), (up_bias, None), (down_bias, None)))
     d_x = x.new_zeros(x.shape, dtype=wide)
@@ -246,8 +244,7 @@ def _autocast(x, *others):
 # %% ../../nbs/experts/03_grouped.ipynb #037de3b9
 def _check_values(expert, weight, E):
     "Raise for values out of range: always on a CPU; on a GPU, where looking means waiting, only with MOE_LAB_CHECK=1."
-    if torch.compiler.is_compiling() or not (expert.device.type == "cpu" or os.environ.get("MOE_LAB_CHECK") == "1"): return
-    if not expert.numel(): return
+    if not may_look(expert) or not expert.numel(): return
     low, high = (int(i) for i in expert.aminmax())
     if low < -1 or high >= E: raise ValueError(f"expert must lie in [-1, {E}), got {low} to {high}")
     if not weight.detach().isfinite().all(): raise ValueError(f"weight must be finite, got {int((~weight.isfinite()).sum())} values that are not")
@@ -274,8 +271,8 @@ def _main_pair(main_grads, up, down):
     "The buffers to add to, (None, None) without."
     if main_grads is None: return None, None
     for name, m, w in zip(("up", "down"), _pair("main_grads", main_grads, "of up, of down"), (up, down)):
-        if m.shape != w.shape or m.dtype != sum_dtype(w.dtype) or not m.is_contiguous() or m.device != w.device:
-            raise ValueError(f"main_grads of {name} must be contiguous {sum_dtype(w.dtype)} {tuple(w.shape)} on {w.device}, got {m.dtype} {tuple(m.shape)} on {m.device}")
+        if m.shape != w.shape or m.dtype != widen(w.dtype) or not m.is_contiguous() or m.device != w.device:
+            raise ValueError(f"main_grads of {name} must be contiguous {widen(w.dtype)} {tuple(w.shape)} on {w.device}, got {m.dtype} {tuple(m.shape)} on {m.device}")
     return tuple(main_grads)
 
 def _needs_grad(*tensors): return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -298,7 +295,7 @@ def expert_mlp(rows_RD: Tensor, # rows in expert order
     if offsets.shape != (E + 1,): raise ValueError(f"offsets must have shape ({E + 1},), got {tuple(offsets.shape)}")
     if offsets.is_floating_point() or offsets.dtype == torch.bool: raise TypeError(f"offsets must be integers, got {offsets.dtype}")
     if offsets.device != rows_RD.device: raise ValueError(f"offsets must be on the rows' device {rows_RD.device}, got {offsets.device}")
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and (offsets[0] != 0 or offsets[-1] > R or (offsets.diff() < 0).any()):
+    if may_look(offsets) and (offsets[0] != 0 or offsets[-1] > R or (offsets.diff() < 0).any()):
         raise ValueError(f"offsets must rise from 0 to at most the {R} rows, got {offsets.tolist()}")
     tile = tile_rows(R, E)
     tiles = _tiles(offsets, R, tile)

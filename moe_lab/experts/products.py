@@ -9,7 +9,7 @@ __all__ = ['sdd_body', 'dsd_body', 'sdd', 'dsd', 'dds']
 import torch
 from torch import Tensor
 
-from ..core.backend import triton_body
+from ..core.backend import triton_body, widen
 from .topology import Matrix, Topology
 
 # %% ../../nbs/experts/02a_products.ipynb #1aa19a96
@@ -19,7 +19,7 @@ _PIECE = 256        # blocks multiplied at a time
 @torch.autocast("cuda", enabled=False)
 def _sdd_plain(a, b, row_offsets, row, col, B):
     "a (M,K), b (G,K,N/G): blocks (n,B,B) of a·[b_0 b_1 ...]."
-    acc = torch.promote_types(a.dtype, torch.float32)
+    acc = widen(a.dtype)
     a = a.reshape(-1, B, a.shape[1]).to(acc)
     b = b.transpose(0, 1).reshape(b.shape[1], -1, B).transpose(0, 1).to(acc)
     pieces = [a[r.long()] @ b[c.long()] for r, c in zip(row.split(_PIECE), col.split(_PIECE))]
@@ -30,7 +30,7 @@ def _sdd_plain(a, b, row_offsets, row, col, B):
 @torch.autocast("cuda", enabled=False)
 def _dsd_plain(data, b, row_offsets, row, col, rows, transposed):
     "Sparse (or its transpose) times [b_0; b_1; ...], b (G,K/G,N): (rows, N)."
-    B, acc = data.shape[-1], torch.promote_types(data.dtype, torch.float32)
+    B, acc = data.shape[-1], widen(data.dtype)
     b, out = b.reshape(-1, B, b.shape[-1]).to(acc), b.new_zeros(rows // B, B, b.shape[-1], dtype=acc)
     data = data.where((torch.arange(len(row), device=row.device) < row_offsets[-1])[:, None, None], 0)
     if transposed: data, row, col = data.mT, col, row

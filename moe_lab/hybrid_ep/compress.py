@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import check_type, number, short, whole
-from ..core.backend import triton_body
+from ..core.backend import triton_body, widen
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #00dde0fb
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def shared_expert(w: Tensor, # (E, ...) all experts of a layer
     "The mean of all experts, summed in at least float32."
     if not w.is_floating_point(): raise TypeError(f"w must be floating point, got {w.dtype}")
     if not len(w): raise ValueError(f"w must hold an expert, got shape {tuple(w.shape)}")
-    return w.to(torch.promote_types(w.dtype, torch.float32)).mean(0).to(w.dtype)
+    return w.to(widen(w.dtype)).mean(0).to(w.dtype)
 
 
 def encode(w: Tensor, # (E, ...) experts
@@ -140,7 +140,7 @@ class AdamW:
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #9737bd9a
 def _update(w, g, m, v, h):
     "AdamW in place, as `torch.optim.AdamW` orders it, in at least float32: in float16 eps would be 0."
-    if (wide := torch.promote_types(w.dtype, torch.float32)) != w.dtype:
+    if (wide := widen(w.dtype)) != w.dtype:
         new = [t.to(wide) for t in (w, g, m, v)]
         _update(*new, h)
         for t, n in zip((w, m, v), (new[0], *new[2:])): t.copy_(n)
@@ -245,7 +245,7 @@ class SRAdamW(torch.optim.Optimizer):
     def _step(self, p, group):
         k, shared, s = self.places[p], self.shared[p], self.state[p]
         if not s: s.update(step=0, **{n: torch.zeros_like(p, memory_format=torch.contiguous_format) for n in ("exp_avg", "exp_avg_sq")})
-        t = s.get("threshold", p.new_full((len(p),), torch.inf)).to(torch.promote_types(p.dtype, torch.float32))
+        t = s.get("threshold", p.new_full((len(p),), torch.inf)).to(widen(p.dtype))
         h = AdamW(*(group[n] for n in ("lr", "betas", "eps", "weight_decay")), int(s["step"]) + 1)
         value, index, count = step_and_select(p.data, p.grad, s["exp_avg"], s["exp_avg_sq"], shared, t, k, h)
         if bool(((count <= k) & (2 * count >= k)).all()):

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.arguments import number, whole
+from ..core.backend import may_look
 from ..core.files import open_tensors
 from .gpt import GPT
 from .train import TrainConfig, lm_loss, routing_losses
@@ -91,7 +92,7 @@ def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and outp
     if len(W_VD) != len(W_teacher_VD): raise ValueError(f"student and teacher must share a vocabulary, got {len(W_VD)} and {len(W_teacher_VD)} tokens")
     if not len(h_TD) == len(y_T) == len(teacher_TD): raise ValueError(f"student, targets and teacher must have as many tokens, got {len(h_TD)}, {len(y_T)} and {len(teacher_TD)}")
     V = len(W_VD)
-    if y_T.device.type == "cpu" and bool(((y_T < 0) | (y_T >= V)).any()): raise ValueError(f"y_T must be tokens of the vocabulary, in [0, {V - 1}], got {y_T.min().item()} to {y_T.max().item()}")
+    if may_look(y_T) and bool(((y_T < 0) | (y_T >= V)).any()): raise ValueError(f"y_T must be tokens of the vocabulary, in [0, {V - 1}], got {y_T.min().item()} to {y_T.max().item()}")
     whole(chunk, "chunk"); _positive(temperature)
     kind = h_TD.device.type
     if torch.is_autocast_enabled(kind):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cluster.groups import Grid, group
 from ..comm.alltoall import Blocks, exchange
-from ..comm.parallel import compute, round_trip
+from ..comm.parallel import _check_fields, compute, round_trip
 from ..core.types import Dispatch, Placement, Routing, dispatch
 from ..experts.blocksparse import blocksparse_mlp
 from ..experts.dispatch import decode, encode
@@ -111,3 +111,4 @@ class Placed(_Copies, _Travel):
         if compute not in products: raise ValueError(f"compute must be one of {list(products)}, got {compute!r}")
         self.grid, self.placement, self.capacity_factor, self.rule, self.multiple = grid, placement, capacity_factor, rule, multiple
         self.policy, self.lost, self.algo, self.products, self.seen, self.moving = policy, lost, algo, products[compute], None, None
+        _check_fields(self)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.types import Routing, count_experts
-from .gate import NoisyRouting, topk, widen
+from ..core.backend import widen
+from .gate import NoisyRouting, topk
 
 # %% ../../nbs/routing/02_balance.ipynb #80e7e751
 def _real(r: Routing, values: Tensor) -> Tensor:
