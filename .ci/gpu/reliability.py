@@ -14,7 +14,7 @@ GROUPED, BLOCKS = ["experts/grouped"], ["experts/blocksparse"]
 #: Group of a run -> the public modules whose kernels it launches.
 RUNS = dict(encode=["experts/dispatch"], decode=["experts/dispatch"], grouped=GROUPED, rows=GROUPED, blocksparse=BLOCKS, products=["experts/products"], step=["experts/decode"],
             gate=["routing/gate"], capacity=[], compress=["hybrid_ep/compress"], layer=["experts/layer"], generate=["inference/generate"], large=["experts/dispatch", *GROUPED], training=["experts/layer"],
-            grouped_plain=GROUPED, grouped_hopper=GROUPED, routing=["routing/gate", "experts/dispatch", *GROUPED], steps=["experts/decode"])
+            grouped_plain=GROUPED, grouped_hopper=GROUPED, routing=["routing/gate", "experts/dispatch", *GROUPED], steps=["experts/decode"], control=[])
 
 
 @cache
@@ -54,7 +54,7 @@ def merge(path):
         g = groups.setdefault(name.split()[0], dict(examples=0, failures=[]))
         g["examples"] += r["examples"]; g["failures"] += r["failures"]
     same = {n: r | dict(changed=changed(n.split()[0].rstrip(","))) for n, r in raw.get("determinism", {}).items()}
-    return out | dict(seconds=raw["seconds"], groups={n: g | dict(changed=changed(n)) for n, g in groups.items()}, large=dict(result=raw["large"], changed=changed("large")), determinism=same)
+    return out | dict(seconds=raw["seconds"], groups={n: g | dict(changed=changed(n)) for n, g in groups.items()}, large=dict(result=raw["large"], changed=changed("large")) if "large" in raw else None, determinism=same)
 
 
 if __name__ == "__main__":
