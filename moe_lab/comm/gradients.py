@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cluster.groups import Grid, mesh
 from ..cluster.launch import rank_device
 from ..core.arguments import number
+from ..core.backend import widen
 
 # %% ../../nbs/comm/02a_gradients.ipynb #a595fb0a
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, Grid]:
@@ -103,7 +104,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.) -> Tensor: # scalar, the 
         if p.grad is None: continue
         g = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
         if not g.numel(): continue
-        wide = torch.promote_types(g.dtype, torch.float32)
+        wide = widen(g.dtype)
         if math.isinf(norm_type): total = torch.maximum(total, g.abs().amax().double()); continue
         g, holders = (g.flatten(1), rows[p].to(g.device)) if p in rows else (g.flatten(), _holders(p, experts))
         total += (torch.linalg.vector_norm(g, norm_type, dim=-1, dtype=wide).double() ** norm_type / holders).sum()

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from .alltoall import _algos, flexible, flexible_back
 from .replay import replayed
 from .switch import Slices, Switchable
-from ..core.arguments import short, whole
+from ..core.arguments import check_choice, short, whole
 from ..core.files import read_json
 from ..core.types import Dispatch, Routing
 
@@ -149,7 +149,7 @@ class Choice:
 
     def __post_init__(self):
         whole(self.r, "r", 0); whole(self.degree, "degree", 1)
-        if self.algo not in _algos: raise ValueError(f"algo must be one of {_algos}, got {short(self.algo)}")
+        check_choice("algo", self.algo, _algos)
 
 DEGREES, ALGOS = (1, 2, 4, 8), ("linear", "2dh")
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.arguments import number, whole
-from ..core.backend import may_look
+from ..core.backend import may_look, widen
 from ..core.files import open_tensors
 from .gpt import GPT
 from .train import TrainConfig, lm_loss, routing_losses
@@ -36,7 +36,7 @@ def kd_loss(student_TV: Tensor, teacher_TV: Tensor, # logits
 # %% ../../nbs/models/05_distill.ipynb #a0828840
 def _slices(V, chunk): return [slice(i, min(i + chunk, V)) for i in range(0, V, chunk)]
 
-def _logits(h, W): return (h @ W.t()).to(torch.promote_types(h.dtype, torch.float32))
+def _logits(h, W): return (h @ W.t()).to(widen(h.dtype))
 
 # %% ../../nbs/models/05_distill.ipynb #e1ba99a8
 class _Sum:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.arguments import check_type, whole
+from ..core.backend import widen
 from ..experts.layer import Experts, MoE
 
 # %% ../../nbs/models/02_gpt.ipynb #427c5983
@@ -196,8 +197,7 @@ class GPT(nn.Module):
         S = ids_BS.shape[1]
         at = torch.arange(S, device=ids_BS.device) if cache is None else cache.positions(S)[:, None]       # (S,) or (B,1,S)
         x, auxes = self.embed(ids_BS), []
-        wide = torch.promote_types(x.dtype, torch.float32)
-        angles = rope(at, self.config.head_dim, self.config.rope_base, wide)
+        angles = rope(at, self.config.head_dim, self.config.rope_base, widen(x.dtype))
         for block in self.blocks:
             x, aux = block(x, *angles, mask, cache)
             auxes.append(aux)
