@@ -173,7 +173,12 @@ def kernels_over_processes(folder, W):
             for z in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):        # rows by destination, rows by expert
                 assert torch.equal(fused.gemm_few(z, w, buf, BN=32, BK=16), fused._gemm_plain(x, w, None)), (turn, E, C)
     buf.check()
-    return int(buf.state[0])
+    closed = int(buf.state[0])
+    buf.err.fill_(1)                                                                                      # as a kernel does that gave up on a peer
+    for call in (buf.check, lambda: fused.gemv_reduce(ints(1, 24), ints(37, 24), buf)):                   # the next call says so, and is not made
+        with pytest.raises(TimeoutError, match=f"rank {rank} of {W}: a peer's data did not arrive"): call()
+    assert int(buf.state[0]) == closed
+    return closed
 
 
 def test_kernels_over_processes(ranks, tmp_path, W=3):
@@ -200,6 +205,12 @@ def operators_on_gpus(W):
     fused.peer_buffer(None).check()
 
 
+def sharing_a_gpu(f, *args):
+    "Ranks of one GPU: their kernels take turns on it, so nothing is fast, and everything must be right."
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return f(*args)
+
+
 def layer_on_gpus(W, tokens):
     "Largest relative differences of output and gradients between a layer with overlap 'none' and others."
     from moe_lab import MoE
@@ -217,6 +228,14 @@ def layer_on_gpus(W, tokens):
     return max(((a - b).float().norm() / b.float().norm()).item() for o in ("fused", "coarse", "auto") for a, b in zip(run(o), want))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("W", [2, 3])
+def test_operators_on_one_gpu(W): launch(sharing_a_gpu, W, operators_on_gpus, W, backend="gloo")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [512, 16])
+def test_layer_on_one_gpu(tokens): assert max(launch(sharing_a_gpu, 2, layer_on_gpus, 2, tokens, backend="gloo")) < .01
+
 @pytest.mark.gpu2
 def test_operators_on_gpus(): launch(operators_on_gpus, 2, 2, backend="nccl")          # fresh processes, as symmetric memory wants them
 
@@ -232,8 +251,44 @@ def test_fused_calls_are_differentiable_once():
 
 
 @pytest.mark.parametrize("obstacle, shapes", [(fused._gemv_obstacle, ((2, 8), (4, 8))), (fused._embedding_obstacle, ((1, 4, 8), (1, 2, 2)))])
-def test_kernels_are_not_for_float64(obstacle, shapes):
-    assert "float64" in obstacle(torch.float64, *shapes) and obstacle(torch.float32, *shapes) is None
+def test_kernels_are_for_narrow_floats(obstacle, shapes):
+    "float64 would lose digits, whole numbers their last ones, and eight bits are no number for a sum."
+    for wrong in (torch.float64, torch.int32, torch.complex64, torch.float8_e4m3fn): assert str(wrong) in obstacle(wrong, *shapes)
+    for right in (torch.float32, torch.float16, torch.bfloat16): assert obstacle(right, *shapes) is None
+
+
+def test_slices_and_orders_that_no_kernel_ends_with():
+    "Slices below zero: nobody would raise a flag, everybody would wait for one."
+    for slices in (-1, 3, 17, 32):
+        with pytest.raises(ValueError, match="slices must be at most 16 and divide the 32 tiles"): fused._tiles_fit((1, 2), slices, 32)
+    for order in ((2, 1), (-1, 2), (1, 0)):
+        with pytest.raises(ValueError, match="must be"): fused._tiles_fit(order, 0, 32)
+    for slices in (0, 1, 16): fused._tiles_fit((1, 2), slices, 32)
+
+
+def test_who_can_be_reached(monkeypatch):
+    "All ranks answer alike: what one of them may not write, none calls reachable. A device a rank, unless it is said that they share."
+    def ask(*places, here=0, closed=()): # (host, devices that it sees, its own); this rank's device; pairs that cannot write to each other
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: len(places))
+        monkeypatch.setattr(dist, "all_gather_object", lambda out, _, group=None: out.__setitem__(slice(None), places))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: here)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} not in closed)
+        return fused._reach.__wrapped__(None)
+    three = ("a", 8, 0), ("a", 8, 1), ("a", 8, 2)
+    assert ask(*three)
+    for here in range(3): assert not ask(*three, here=here, closed=[{1, 2}])        # rank 0 could write to both
+    assert not ask(("a", 8, 0), ("b", 8, 1))
+    assert not ask(("a", 1, 0), ("a", 8, 1))                                        # they do not see the same devices
+    assert not ask(("a", 1, 0), ("a", 1, 0))                                        # one visible device each: symmetric memory takes them for one
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert ask(("a", 1, 0), ("a", 1, 0))
+
+
+def test_frozen_weights_cost_no_product():
+    x, w, dy = torch.ones(1, 3), torch.ones(4, 3), torch.ones(1, 4)
+    dx, dw = fused._gemv_back(dy, x, w, None, (True, False))
+    assert dw is None and torch.equal(dx, 4 * torch.ones(1, 3)) and fused._gemv_back(dy, x, w, None, (False, True))[0] is None
 
 
 @pytest.mark.parametrize("kw", [dict(world=0), dict(tiles=0), dict(slices=-1), dict(programs=0), dict(resident=0), dict(calls=0), dict(proto=Protocol(buffers=0))])

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SLICES', 'OVERLAPS', 'WIDE', 'NARROW', 'FEW', 'PeerBuffer', 'peer_buffer', 'peers_reachable', 'pick_tile',
-           'even_programs', 'gemm_send', 'gemm_few', 'gemm_coarse', 'gemm_all_to_all', 'embedding_send',
-           'embedding_all_to_all', 'gemv_reduce', 'gemv_all_reduce']
+           'gemm_send', 'gemm_few', 'gemm_coarse', 'gemm_all_to_all', 'embedding_send', 'embedding_all_to_all',
+           'gemv_reduce', 'gemv_all_reduce']
 
 # %% ../../nbs/comm/04b_fused.ipynb #aba040c2
 import os, socket, warnings
@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..cluster.launch import NO_MULTICAST
-from .fused_protocol import tile_order
+from .fused_protocol import even_programs, tile_order
+from ..core.arguments import whole
 from ..core.backend import current, may_look
 
 # %% ../../nbs/comm/04b_fused.ipynb #782b60a9
@@ -48,6 +49,7 @@ def _gemv_plain(x_MK, weight_NK, group):
 # %% ../../nbs/comm/04b_fused.ipynb #95b982c9
 SLICES = 16           # most slices of a sliced call
 _FLAGS = 8192         # bytes before the words: flags (see the kernels), for at most 64 ranks
+_LATE = 300_000       # ms that a rank may be late for the copy engine's barriers, in the order of the kernels' patience
 
 class PeerBuffer:
     """Receive memory on each rank of `group`: `nbytes` for whole results, twice `half` 8-byte words for small messages, and the flags
@@ -64,8 +66,8 @@ class PeerBuffer:
         raw[:start].zero_()
         self.memory, self.words, self.flags = raw[start:], raw[_FLAGS:_FLAGS + 16 * half], raw[:_FLAGS].view(torch.int32)
         self.memories, self.word_table, self.flag_table = (torch.tensor([p + at for p in self.handle.buffer_ptrs], dtype=torch.int64, device=dev) for at in (start, _FLAGS, 0))
-        zeros = lambda n: torch.zeros(n, dtype=torch.int32, device=dev)
-        self.state, self.count, self.err = zeros(2), zeros(self.world * SLICES), zeros(1)      # state: the last closed call, programs that ended
+        self.state, self.count = (torch.zeros(n, dtype=torch.int32, device=dev) for n in (2, self.world * SLICES))      # state: the last closed call, programs that ended
+        self.err = torch.zeros(1, dtype=torch.int32, pin_memory=True)                # the host's memory: looking at it waits for nothing
         self.side, self.start, self.plans, self._views = torch.cuda.Stream(), start, {}, {}
         torch.cuda.synchronize()
         dist.barrier(group)
@@ -78,14 +80,16 @@ class PeerBuffer:
 
     def launch(self, key, kernel, programs: int, args: tuple, **options):
         "Run a kernel. From the second call with `key`, Triton does not look at every argument again: that costs more than most kernels here."
+        self.check(wait=False)
         run = self.plans.get(key)
         if run is not None: return run(*args)
         compiled = kernel[(programs,)](*args, **options)
         if compiled is not None: self.plans[key] = compiled[(programs, 1, 1)]          # None: Triton's interpreter
 
-    def check(self):
-        "Raise if a wait of an earlier call gave up. Synchronises."
-        if int(self.err): raise TimeoutError(f"rank {self.rank}: a peer's data did not arrive; did every rank make the same calls?")
+    def check(self, wait: bool = True):
+        "TimeoutError if an earlier call gave up on a peer. Every call looks; with `wait` after this stream's calls have ended."
+        if wait: self.state.tolist()
+        if int(self.err): raise TimeoutError(f"rank {self.rank} of {self.world}: a peer's data did not arrive; is every rank alive, and did all make the same calls?")
 
 # %% ../../nbs/comm/04b_fused.ipynb #4906bef5
 _buffers = {}         # group -> its buffers, the newest last: captured graphs may still use the older ones
@@ -107,15 +111,17 @@ def _multiprocessors(device): return torch.cuda.get_device_properties(device).mu
 
 @lru_cache
 def _reach(group):
-    here, all_ = (socket.gethostname(), torch.cuda.current_device()), [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_, here, group=group)
-    return all(h == here[0] and (d == here[1] or torch.cuda.can_device_access_peer(here[1], d)) for h, d in all_)
+    "The same answer on every rank: all see the devices of one host alike, each has its own, and all can write to all."
+    places = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, (socket.gethostname(), torch.cuda.device_count(), torch.cuda.current_device()), group=group)
+    devices = [d for *_, d in places]
+    own = len(set(devices)) == len(devices) or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"      # sharing is slow, for tests
+    return own and len({p[:2] for p in places}) == 1 and all(a == b or torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices)
 
 def peers_reachable(group=None, # process group; None: the default one
                    ) -> bool:
     "Can this rank's GPU write the memory of every other rank of `group`? Collective at its first call for a group; cached."
-    if not (dist.is_initialized() and torch.cuda.is_available()) or "nccl" not in dist.get_backend(group): return False
-    return _world(group) > 1 and _reach(group or dist.group.WORLD)
+    return torch.cuda.is_available() and _world(group) > 1 and _reach(group or dist.group.WORLD)
 
 # %% ../../nbs/comm/04b_fused.ipynb #19fddee5
 OVERLAPS = ("auto", "none", "coarse", "fused")
@@ -124,21 +130,28 @@ OVERLAPS = ("auto", "none", "coarse", "fused")
 def _warn_once(why): warnings.warn(f"fused operator falls back to compute-then-collective: {why}", stacklevel=4)
 
 @lru_cache(4096)
-def _decide(op, overlap, device, dtype, x_shape, w_shape, group, backend):
+def _decide(op, overlap, device, w_device, dtype, x_shape, w_shape, group, backend):
     if overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {overlap!r}")
     if overlap == "none" or _world(group) == 1 or backend == "torch" or 0 in x_shape + w_shape: return "none"
+    if w_device != device or device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(f"both tensors must be on this rank's current device, got {device} and {w_device}")
     obstacle, winner = _rules[op]
-    why = obstacle(dtype, x_shape, w_shape) if device == "cuda" and peers_reachable(group) else "the ranks' GPUs cannot write each other's memory"
+    why = obstacle(dtype, x_shape, w_shape) if device.type == "cuda" and peers_reachable(group) else "the ranks' GPUs cannot write each other's memory"
     if why is None: return winner(x_shape) if overlap == "auto" else overlap
     if overlap != "auto": _warn_once(why)
     return "none"
 
 def _choose(op: str, overlap: str, x: Tensor, w: Tensor, group) -> str:
     "The overlap that will run."
-    return _decide(op, overlap, x.device.type, x.dtype, x.shape, w.shape, group or (dist.group.WORLD if dist.is_initialized() else None), current())
+    return _decide(op, overlap, x.device, w.device, x.dtype, x.shape, w.shape, group or (dist.group.WORLD if dist.is_initialized() else None), current())
 
-def _fits(buf, words):
+def _words_fit(buf, words):
     if buf.half < words: raise ValueError(f"the buffer must have half >= {words} words for this call, got {buf.half}")
+
+def _tiles_fit(order, slices, own):
+    "An order that is none would store outside the buffer; slices that do not divide the tiles would never be complete."
+    tile_order(0, 1, 1, *order)
+    if slices and (not 0 < slices <= SLICES or own % slices): raise ValueError(f"slices must be at most {SLICES} and divide the {own} tiles of a destination, got {slices}")
 
 def _aligned(x): return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
@@ -148,10 +161,6 @@ WIDE, NARROW = (dict(BM=128, BN=bn, BK=64, STAGES=stages, GROUP=8) for bn, stage
 def pick_tile(K: int, rows: int, N: int) -> dict:
     "Measured on an H200: long products want the wide tile (K = 4096: 371 against 407 us), if it makes enough tiles; short ones the narrow one, which sends sooner (K = 768: 114 against 121 us)."
     return WIDE if K >= 2048 and -(-rows // 128) * -(-N // 256) >= 132 else NARROW
-
-def even_programs(tiles: int, most: int) -> int:
-    "As few programs as give the same number of waves: the last wave is full and nobody waits for it (1024 tiles on 132: 8 waves, so 128)."
-    return -(-tiles // -(-tiles // most))
 
 FEW = 128             # rows of all destinations for an expert that `gemm_few` takes
 
@@ -181,7 +190,6 @@ def _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
-    tile_order(0, 1, 1, *order)                                       # an order that is none would store outside the buffer
     t, (_, x_dest, x_expert) = tile or pick_tile(K, W * E * C, N), _rows(x_WECK)
     def desc(base, rows, cols, *block):
         return TensorDescriptor(base, [rows, cols], [cols, 1], list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16))
@@ -190,7 +198,7 @@ def _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile):
     outs = [desc(buf.view(d, (W, E, C, N), x_WECK.dtype)[buf.rank], E * C, N, t["BM"] // 2, t["BN"]) for d in range(W)] + [None] * (8 - W)
     mt, nt = -(-C // t["BM"]), -(-N // t["BN"])
     own = E * mt * nt
-    if slices and (slices > SLICES or own % slices): raise ValueError(f"slices must be at most {SLICES} and divide the {own} tiles of a destination, got {slices}")
+    _tiles_fit(order, slices, own)
     programs = even_programs(W * own, programs or _multiprocessors(x_WECK.device))
     args = (x, w, *outs, buf.state, buf.count, buf.flag_table, buf.flags, buf.err, -(-W * own // programs), buf.rank, own, own * (W - 1), *order,
             x_dest, x_expert, C, mt, nt, N, K, slices, W, t["STAGES"], t["GROUP"])
@@ -200,10 +208,8 @@ def _gemm_plan(x_WECK, weight_ENK, buf, order, slices, programs, tile):
 def gemm_send(x_WECK, weight_ENK, buf: PeerBuffer, order=(1, 2), slices=0, programs=None, tile=None, own=None) -> Tensor:
     """The fused kernel: (W,E,C,K) rows by destination and expert -> (W,E,C,N) by source, a view of the receive buffer.
 
-    `order` (r, p): r of every p tiles are remote while there are any; `slices`: flags that a peer raises on the way, 0 for one at
-    the end; `programs`: at most so many resident programs, None for one on each multiprocessor; `tile`: None for `pick_tile`;
-    `own` (E,C,N): where this rank's rows for itself go instead.
-    """
+    `order` (r, p): r of every p tiles are remote while there are any; `slices`: flags on the way, 0 for one at the end; `programs`: at most
+    so many, None for one on each multiprocessor; `tile`: None for `pick_tile`; `own` (E,C,N): where this rank's rows for itself go instead."""
     from moe_lab.comm import fused_kernels as k
     x_WECK, weight_ENK = _rows(x_WECK)[0], _aligned(weight_ENK)
     key = ("gemm", x_WECK.shape, x_WECK.stride(), weight_ENK.shape[1], order, slices, programs, tile and tuple(tile.values()))
@@ -221,7 +227,7 @@ def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=None, stages=None, n
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
     if W * C > FEW: raise ValueError(f"rows of all destinations must be at most {FEW} an expert, got {W * C}")
     if N % 2: raise ValueError(f"N must be even (two columns travel in a word), got {N}")
-    _fits(buf, W * E * C * N // 2)
+    _words_fit(buf, W * E * C * N // 2)
     (x, x_dest, x_expert), w, BM = _rows(x_WECK), _aligned(weight_ENK), max(16, _pow2(W * C))
     BK, stages = BK or (256 if BM <= 32 else 128), stages or (3 if BM <= 32 else 4)
     y = torch.empty(W, E, C, N, dtype=x.dtype, device=x.device)
@@ -233,13 +239,12 @@ def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=None, stages=None, n
 # %% ../../nbs/comm/04b_fused.ipynb #f4d54fd2
 def gemm_coarse(x_WECK, weight_ENK, buf: PeerBuffer, pieces: int = 4, own=None) -> Tensor:
     "Peers' rows in `pieces` products each, copied by the copy engine on a second stream; own rows meanwhile, in place or to `own`."
-    (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
+    (W, E, C, K), N, pieces = x_WECK.shape, weight_ENK.shape[1], whole(pieces, "pieces")
     main, side = torch.cuda.current_stream(), buf.side
-    # a piece must be a range of rows for one expert, a range of experts for several
-    cut = (lambda v, j: v[j * E // pieces:(j + 1) * E // pieces]) if E > 1 else (lambda v, j: v[:, j * C // pieces:(j + 1) * C // pieces])
+    cut = (lambda v, j: v[j * E // pieces:(j + 1) * E // pieces]) if E > 1 else (lambda v, j: v[:, j * C // pieces:(j + 1) * C // pieces])      # experts, or the one's rows
     wT, sent = weight_ENK.transpose(1, 2), []
     side.wait_stream(main)
-    with torch.cuda.stream(side): buf.handle.barrier(channel=1)                 # the peers have read what they had
+    with torch.cuda.stream(side): buf.handle.barrier(channel=1, timeout_ms=_LATE)     # the peers have read what they had
     for step in range(1, W):
         d = (buf.rank + step) % W
         there = buf.view(d, (W, E, C, N), x_WECK.dtype)[buf.rank]
@@ -250,7 +255,7 @@ def gemm_coarse(x_WECK, weight_ENK, buf: PeerBuffer, pieces: int = 4, own=None) 
     mine = buf.view(buf.rank, (W, E, C, N), x_WECK.dtype)
     torch.bmm(x_WECK[buf.rank], wT, out=mine[buf.rank] if own is None else own)
     main.wait_stream(side)                                                      # only now may `sent` be freed
-    buf.handle.barrier(channel=0)
+    buf.handle.barrier(channel=0, timeout_ms=_LATE)
     return mine
 
 # %% ../../nbs/comm/04b_fused.ipynb #0eec084b
@@ -259,9 +264,8 @@ def _gemm_run(x, w, group, overlap):
     if how == "none": return _gemm_plain(x, w, group)
     if how == "fused" and W * C <= FEW: return gemm_few(x, w, peer_buffer(group, half=W * E * C * N // 2))
     buf, y = peer_buffer(group, W * E * C * N * x.element_size()), torch.empty(W, E, C, N, dtype=x.dtype, device=x.device)
-    r = buf.rank
-    got = gemm_send(x, w, buf, own=y[r]) if how == "fused" else gemm_coarse(x, w, buf, pieces=1, own=y[r])
-    for part in (slice(0, r), slice(r + 1, W)):                        # the buffer will be used again
+    got = gemm_send(x, w, buf, own=y[buf.rank]) if how == "fused" else gemm_coarse(x, w, buf, pieces=1, own=y[buf.rank])
+    for part in (slice(0, buf.rank), slice(buf.rank + 1, W)):          # the buffer will be used again
         if part.start < part.stop: y[part].copy_(got[part])
     return y
 
@@ -307,17 +311,17 @@ def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0
     from moe_lab.comm import fused_kernels as k
     (t, V, D), (_, B, L), W = table_tVD.shape, index_tBL.shape, buf.world
     local = B // W
-    tile_order(0, 1, 1, *order)
     own, programs = -(-local // samples) * t, programs or 8 * _multiprocessors(table_tVD.device)
-    if slices and (slices > SLICES or own % slices): raise ValueError(f"slices must be at most {SLICES} and divide the {own} tiles of a destination, got {slices}")
+    _tiles_fit(order, slices, own)
     buf.launch(("embedding", table_tVD.shape, index_tBL.shape, table_tVD.dtype, order, slices, programs, samples, num_warps), k.embedding_send, min(programs, own * W),
                (_aligned(table_tVD), _aligned(index_tBL), buf.memories, buf.state, buf.count, buf.flag_table, buf.flags, buf.err, buf.rank, own, own * (W - 1), *order,
                 t, V, B, local, L, W * t * D, slices, D, _pow2(D), samples, W), num_warps=num_warps, maxnreg=64)      # 8 programs of 4 warps fit
     return buf.view(buf.rank, (local, W * t, D), table_tVD.dtype)
 
+def _adds(dtype): return None if dtype in (torch.float32, torch.float16, torch.bfloat16) else f"the kernel adds in float32, got {dtype}"
+
 def _embedding_obstacle(dtype, table_shape, index_shape):
-    if dtype.itemsize > 4: return f"the kernel adds in float32, got {dtype}"
-    if table_shape[2] % 8: return f"D must be a multiple of 8, got {table_shape[2]}"
+    return _adds(dtype) or (f"D must be a multiple of 8, got {table_shape[2]}" if table_shape[2] % 8 else None)
 
 def _embedding_run(table, index, group, overlap):
     if _choose("embedding", overlap, table, index, group) == "none": return _embedding_plain(table, index, group)
@@ -360,10 +364,9 @@ def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=No
     from moe_lab.comm import fused_kernels as k
     if phases not in (1, 2): raise ValueError(f"phases must be 1 or 2, got {phases}")
     (M, K), N, W = x_MK.shape, weight_NK.shape[0], buf.world
-    _fits(buf, W * M * N if phases == 1 else _gemv_words(M, N, W))
+    _words_fit(buf, W * M * N if phases == 1 else _gemv_words(M, N, W))
     x, w, y = _aligned(x_MK), _aligned(weight_NK), torch.empty(M, N, dtype=x_MK.dtype, device=x_MK.device)
-    # every program waits for its twins, so all must be resident at once
-    programs, BN, BK = programs or (4 if M == 1 else 2), BN or (8 if M == 1 else 32), min(BK or (512 if M == 1 else 256), max(16, _pow2(K)))
+    programs, BN, BK = programs or (4 if M == 1 else 2), BN or (8 if M == 1 else 32), min(BK or (512 if M == 1 else 256), max(16, _pow2(K)))       # all resident: each waits for its twins
     owned = -(-N // (W * BN)) * BN
     kernel, tiles, extra = (k.gemv_one_phase, -(-N // BN), ()) if phases == 1 else (k.gemv_two_phase, owned // BN, (owned,))
     buf.launch(("gemv", phases, x.shape, N, x.dtype, programs, BN, BK, stages, num_warps), kernel, min(programs * _multiprocessors(x.device), tiles),
@@ -373,9 +376,8 @@ def gemv_reduce(x_MK, weight_NK, buf: PeerBuffer, phases=1, programs=None, BN=No
 def _gemv_words(M, N, W): return M * (W + 1) * (N + 64 * W)           # enough for either form
 
 def _gemv_obstacle(dtype, x_shape, w_shape):
-    if dtype.itemsize > 4: return f"the kernel adds in float32, got {dtype}"
     if x_shape[0] > 16: return f"the fused kernel is for at most 16 rows, got {x_shape[0]}"
-    if x_shape[1] % 8: return f"K must be a multiple of 8, got {x_shape[1]}"
+    return _adds(dtype) or (f"K must be a multiple of 8, got {x_shape[1]}" if x_shape[1] % 8 else None)
 
 _rules = dict(gemm=(_gemm_obstacle, _gemm_winner), embedding=(_embedding_obstacle, lambda shape: "fused"), gemv=(_gemv_obstacle, lambda shape: "fused"))
 
@@ -383,7 +385,7 @@ def _gemv_run(x, w, group, overlap):
     if _choose("gemv", overlap, x, w, group) == "none": return _gemv_plain(x, w, group)
     return gemv_reduce(x, w, peer_buffer(group, half=_gemv_words(x.shape[0], w.shape[0], _world(group))))
 
-def _gemv_back(dy, x, w, group, needs): return dy @ w, dy.t() @ x       # dy is the same on every rank, as y is
+def _gemv_back(dy, x, w, group, needs): return dy @ w if needs[0] else None, dy.t() @ x if needs[1] else None      # dy is the same on every rank, as y is
 
 # %% ../../nbs/comm/04b_fused.ipynb #da1d7ed7
 def gemv_all_reduce(x_MK: Tensor, # this rank's slice of the inputs, M <= 16 tokens
@@ -392,8 +394,7 @@ def gemv_all_reduce(x_MK: Tensor, # this rank's slice of the inputs, M <= 16 tok
                     overlap: str = "auto", # 'none', 'fused' or 'auto'
                    ) -> Tensor: # (M,N) on every rank
     "sum over ranks of x w^T, the same bits on every rank (SC'24: GEMV + AllReduce, two-phase direct). Differentiable once; dy must be the same on all ranks."
-    if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]:
-        raise ValueError(f"x (M, K) and weight (N, K) must share K, got {tuple(x_MK.shape)} and {tuple(weight_NK.shape)}")
+    if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]: raise ValueError(f"x (M, K) and weight (N, K) must share K, got {tuple(x_MK.shape)} and {tuple(weight_NK.shape)}")
     if weight_NK.dtype != x_MK.dtype: raise TypeError(f"weight must have x's dtype {x_MK.dtype}, got {weight_NK.dtype}")
     if overlap == "coarse": raise ValueError("overlap 'coarse' is for gemm_all_to_all")
     return _call(_gemv_run, _gemv_back, x_MK, weight_NK, group, overlap)
