@@ -6,13 +6,17 @@
 __all__ = ['SHAPES', 'PEERS', 'problem', 'step', 'errors', 'contest', 'plan_time', 'main']
 
 # %% ../../nbs/bench/04_grouped.ipynb #ee614583
-import json
+import faulthandler
+import gc
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser
-from contextlib import redirect_stdout
+from functools import cache, partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as nnf
@@ -61,33 +65,55 @@ def _grouped_mm(p):
     return f
 
 # %% ../../nbs/bench/04_grouped.ipynb #32bd7d4a
-def _liger(p):
+def _liger(p, tuned=True):
+    if not tuned: os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"       # its own switch, read by the import
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
     ids = p["expert"].int()
     return lambda x, w, up, down: LigerFusedMoEFunction.apply(x, up, down, ids, w)
 
-def _sonic(p):
-    "SonicMoE with routing given: assignments in token order."
+# %% ../../nbs/bench/04_grouped.ipynb #7b7958e9
+@cache
+def _sonicmoe():
+    "The package, its gather-sum kernel, and a switch between its products' choice by timing and their default."
     import sonicmoe
+    import triton.testing
+    from quack import gemm_interface as q
+    from quack.autotuner import AutotuneConfig
+    from sonicmoe.functional.reduction_over_k_gather import token_gather_sum_kernel as gather_sum
+    gather_sum.configs = [c for c in gather_sum.configs if c.kwargs["BLOCK_K"] <= max(k for *_, k in SHAPES.values())]
+    gather_sum._do_bench = partial(triton.testing.do_bench, warmup=5, rep=25)                    # as its products are timed
+    every = [(t, t.configs) for t in (q.gemm_tuned, q.gemm_gated_tuned, q.gemm_dgated_tuned)]
+    def choose(tuned):
+        for tuner, configs in every: tuner.configs = configs if tuned else [AutotuneConfig(config=None)]
+    return sonicmoe, gather_sum, choose
+
+def _interleaved(up_E2FD): return up_E2FD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+def _sonic(p, tuned=True):
+    "SonicMoE with routing given, assignments in token order; gate and up rows of a weight in turns, its own layout."
+    sonicmoe, _, choose = _sonicmoe()
     from sonicmoe.enums import ActivationType
     (T, k), E = p["expert"].shape, p["up"].shape[0]
     token, expert = torch.arange(T, device=p["x"].device, dtype=torch.int32).repeat_interleave(k), p["expert"].flatten().int()
     stream = torch.cuda.current_stream().cuda_stream
     def f(x, w, up, down):
+        choose(tuned)                                    # holds for the backward that follows
         return sonicmoe.moe_general_routing_inputs(x, w.reshape(-1), token, expert, up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, E, stream,
-                                                   ActivationType.SWIGLU, not torch.is_grad_enabled(), concat_layout=True)[0]
+                                                   ActivationType.SWIGLU, not torch.is_grad_enabled())[0]
     return f
 
-# %% ../../nbs/bench/04_grouped.ipynb #7b7958e9
+# %% ../../nbs/bench/04_grouped.ipynb #d14927cd
 def _router(p):
     g = torch.Generator(p["x"].device).manual_seed(1)
     return torch.empty(p["up"].shape[0], p["x"].shape[1], device=p["x"].device, dtype=p["x"].dtype).normal_(generator=g).mul_(p["x"].shape[1] ** -.5)
 
 def _sonic_routed(p):
-    import sonicmoe
+    sonicmoe, _, choose = _sonicmoe()
     router, k, stream = _router(p), p["expert"].shape[1], torch.cuda.current_stream().cuda_stream
-    return lambda x, w, up, down: sonicmoe.moe_TC_softmax_topk_layer(x, router, up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, k, stream, "swiglu",
-                                                                     not torch.is_grad_enabled(), concat_layout=True)[0]
+    def f(x, w, up, down):
+        choose(True)
+        return sonicmoe.moe_TC_softmax_topk_layer(x, router, up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, k, stream, "swiglu", not torch.is_grad_enabled())[0]
+    return f
 
 def _ours_routed(p):
     router, k = _router(p), p["expert"].shape[1]
@@ -96,9 +122,90 @@ def _ours_routed(p):
         return grouped_moe(x, (expert, score), up, down)
     return f
 
-_MAKERS = {"ours": _ours, "ours_routed": _ours_routed, "dense": _dense, "grouped_mm": _grouped_mm, "liger": _liger, "sonic": _sonic, "sonic_routed": _sonic_routed}
-#: Peers by the process that they share.
-PEERS = ("dense", "grouped_mm"), ("sonic", "sonic_routed"), ("liger",)
+_MAKERS = {"ours": _ours, "ours_routed": _ours_routed, "dense": _dense, "grouped_mm": _grouped_mm, "liger": _liger, "sonic": _sonic, "sonic_routed": _sonic_routed,
+           "sonic_default": partial(_sonic, tuned=False), "liger_default": partial(_liger, tuned=False)}
+#: Peers by the process that they share; the second for shapes at which the first ended badly.
+PEERS = ("dense", "grouped_mm", "sonic_default", "sonic", "sonic_routed"), ("dense", "grouped_mm", "sonic_default"), ("liger_default",), ("liger",)
+
+# %% ../../nbs/bench/04_grouped.ipynb #9ffe1683
+def _sonic_products(): # -> [(function that compiles, ...)]
+    "Every kernel that SonicMoE's seven products may choose: QuACK's do not depend on the sizes."
+    import quack.autotuner
+    import quack.cache_utils
+    from quack import gemm_interface as q
+    from sonicmoe.functional import backward, forward
+    quack.cache_utils.COMPILE_ONLY = True
+    T, D, F, E, k = 64, 256, 128, 8, 2
+    found, what = [], None
+    def note(tuner, *args, **kwargs):
+        tuner.nargs = dict(zip(tuner.arg_names, args))
+        found.extend((f"{what} {c}", partial(tuner.fn, *args, **kwargs, **c.all_kwargs())) for c in tuner.prune_configs(kwargs))
+        return torch.zeros(T * k)
+    quack.autotuner.Autotuner.__call__ = note
+    for op in (q.gemm_out, q.gemm_gated_out, q.gemm_dgated_out): op.register_kernel("cpu")(op._init_fn)
+    half = lambda *s: torch.zeros(s, dtype=torch.bfloat16)
+    ids = lambda n: torch.zeros(n, dtype=torch.int32)
+    x, h, a, y, up, down = half(T, D), half(T * k, 2 * F), half(T * k, F), half(T * k, D), half(E, 2 * F, D).permute(1, 2, 0), half(E, D, F).permute(1, 2, 0)
+    rows, ends, score = ids(T * k), dict(expert_frequency_offset=ids(E + 1)), torch.zeros(T * k)
+    first = dict(x=x, w1=up, a=a, b1=None, x_gather_idx=rows, activation_type="swiglu", **ends)
+    what = "up"; forward._up_projection_forward(h=None, is_inference_mode_enabled=True, **first)
+    what = "up in training"; forward._up_projection_forward(h=h, is_inference_mode_enabled=False, **first)
+    what = "down"; forward._down_projection_forward(w2=down, a=a, y=y, b2=None, **ends)
+    what = "dh"; backward._down_projection_backward_act(dout=x, h=h, w2=down, dh=h.clone(), ds=score.clone(), b2=None, db2=None, a_prime=a, topk_scores=score, x_gather_idx=rows,
+                                                        s_scatter_idx=rows.clone(), activation_type="swiglu", **ends)
+    what = "dx"; backward._up_projection_backward_act(w1=up, dx_expanded=y, dh=h, db1=None, is_glu_activation=True, **ends)
+    what = "dup"; backward._up_projection_backward_weight(x=x, dw1=torch.empty_like(up), dh=h, x_gather_idx=rows, is_glu_activation=True, **ends)
+    what = "ddown"; backward._down_projection_backward_weight(dout=x, a_prime=a, dw2=torch.empty_like(down), x_gather_idx=rows, **ends)
+    return found
+
+# %% ../../nbs/bench/04_grouped.ipynb #e7a01eeb
+def _sonic_gather_sums(shapes):
+    "Every form of its Triton kernel at these shapes: with weights for y, without for dx; with routing given the number of experts a token is not known to it."
+    _, kernel, _ = _sonicmoe()
+    found = {}
+    for T, D, _, E, k in (SHAPES[s] for s in shapes):
+        for given in (True, False):
+            for weight in (torch.float32, None):
+                args = torch.bfloat16, weight, torch.int32, torch.int32 if given else None, torch.bfloat16
+                sizes = dict(T=T, H=D, MAX_K=E if given else k, stride_xM=D, stride_xH=1, stride_outT=D, stride_outH=1, w_is_None=weight is None, is_varlen_K=given)
+                kernel.nargs = {}
+                for c in kernel.prune_configs(sizes):
+                    found.setdefault(f"gather-sum {D} {sizes['MAX_K']} {given} {weight} {c}", partial(kernel.fn.warmup, *args, grid=(T,), **sizes, **c.all_kwargs()))
+    return list(found.items())
+
+def _compile_share(worker, workers, shapes):
+    start, n = time.monotonic(), 0
+    for name, build in (_sonic_products() + _sonic_gather_sums(shapes))[worker::workers]:
+        try: build(); n += 1
+        except Exception as e: print(f"{name}: {type(e).__name__}: {str(e)[:200]}", flush=True)
+    print(f"compiling process {worker}: {n} kernels, {time.monotonic() - start:.0f} s", flush=True)
+
+def _first_calls(s):
+    p = problem(SHAPES[s], "cuda", torch.bfloat16)
+    for name in filter(_there, ("ours", "ours_routed", "liger_default")):
+        step(f := _MAKERS[name](p), p)
+        with torch.no_grad(): f(*_inputs(name, p)[0])
+
+def _prepare(shapes, workers: int = 16, limit: float = 240.):
+    "Compile, for these shapes on a Hopper GPU, ours and all that SonicMoE may try; after `limit` seconds the rest is left to the first calls."
+    _find_peers()
+    os.environ |= dict(QUACK_ARCH="sm_90", CUTE_DSL_ARCH="sm_90a")
+    spawn, end = multiprocessing.get_context("spawn"), time.monotonic() + limit
+    processes = [spawn.Process(target=_compile_share, args=(i, workers, list(shapes))) for i in range(workers * _there("sonic"))]
+    processes += [spawn.Process(target=_first_calls, args=(s,)) for s in shapes]
+    for p in processes: p.start()
+    for p in processes:
+        p.join(max(0., end - time.monotonic()))
+        p.kill()
+
+def _find_peers():
+    "Packages in the folder that MOE_LAB_PEERS names can be imported."
+    if (where := os.environ.get("MOE_LAB_PEERS", "")) and where not in sys.path:
+        sys.path[1:1] = [where, os.path.join(where, "nvidia_cutlass_dsl", "python_packages")]     # its .pth file is not read from such a folder
+
+def _there(peer):
+    package = dict(sonic="sonicmoe", liger="liger_kernel").get(peer.split("_")[0], "torch")
+    return find_spec(package) is not None
 
 # %% ../../nbs/bench/04_grouped.ipynb #ba22a193
 def step(f, p):
@@ -143,6 +250,7 @@ def _weight_gradient(p, e, which, act):
 # %% ../../nbs/bench/04_grouped.ipynb #79e299cf
 def _inputs(name, p):
     "What a contender is called with, and the gradient of its output."
+    if name.startswith("sonic"): return [p["x"], p["weight"], _interleaved(p["up"]), p["down"]], p["dy"]
     if name != "dense": return [p[n] for n in ("x", "weight", "up", "down")], p["dy"]
     order = p["expert"].flatten().argsort(stable=True) // p["expert"].shape[1]
     return [p["x"][order], p["up"][0].clone(), p["down"][0].clone()], p["dy"][order]
@@ -154,7 +262,8 @@ def contest(shape, peers, device, dtype, rounds): # yields (peer, values) for ea
     for name in dict.fromkeys(("ours_routed" if q.endswith("_routed") else "ours") for q in peers) | dict.fromkeys(peers):
         try:
             f = _MAKERS[name](p)
-            v = {} if name == "dense" or name.endswith("_routed") else dict(errors=errors(f, p))
+            layout = _interleaved if name.startswith("sonic") else lambda up: up
+            v = {} if name == "dense" or name.endswith("_routed") else dict(errors=errors(lambda x, w, up, down: f(x, w, layout(up), down), p))
             if v and not max(v["errors"]) < .02: raise RuntimeError(f"wrong result, errors {v['errors']}")
             args, dy = _inputs(name, p)
             leaves = [a.detach().requires_grad_() for a in args]
@@ -181,30 +290,52 @@ def plan_time(device, rounds=50):
     return measure({"plan": lambda: expert_plan(p["expert"], 128, 128), "argsort": lambda: p["expert"].flatten().argsort(stable=True)}, device, rounds)
 
 # %% ../../nbs/bench/04_grouped.ipynb #8a17d1f2
-def _child(shape, peers, device, limit, tuned=False): # -> [(peer, row)]
-    "Rows of peers measured in a process of their own: those that import and work, as long as the time lasts."
-    env = dict(os.environ, QUACK_CACHE_AUTOTUNING="1", QUACK_COMPILE_WORKERS="16")
-    if where := env.get("MOE_LAB_PEERS"):
-        inside = os.path.join(where, "nvidia_cutlass_dsl", "python_packages")     # its .pth file is not read from such a folder
-        env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), where, inside]).strip(os.pathsep)
-    command = [sys.executable, "-m", "moe_lab.bench.grouped", "--shape", str(shape), *[a for p in peers for a in ("--peer", p)], "--device", device, *["--tuned"] * tuned]
-    try: done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired: print(f"shape {shape}: {', '.join(peers)} took more than {limit:.0f} s", flush=True); return []
-    for line in done.stderr.strip().splitlines()[-6:]: print(f"shape {shape}: {line[:300]}", flush=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+def _measure(report, case, shapes, peers, device, limit, tuned):
+    "Rows of all shapes that lack some, in this process, which ends where one takes too long."
+    for s in shapes:
+        if not (left := [q for q in peers if not report.done(case(s, q))]): continue
+        print(f"-- shape {s}", flush=True)
+        faulthandler.dump_traceback_later(limit, exit=True)
+        if tuned:
+            from moe_lab.tune import tune
+            os.environ["MOE_LAB_CACHE"] = tempfile.mkdtemp()
+            T, D, F, E, k = SHAPES[s]
+            tune(D, F, E, k, T, device=device)
+        for peer, row in contest(SHAPES[s], left, device, torch.bfloat16, 20): report.add(case(s, peer), **row)
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect(); torch.cuda.empty_cache()
 
-def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False, shapes=None, limit: float = 240., tuned: bool = False):
-    "All shapes (or those given) against all peers; small ones on a CPU or with `quick`. tuned: against dense only, after `moe_lab.tune` chose our kernels."
+def _child(shapes, peers, device, out, limit, tuned): # -> shapes that it did not come to
+    "Measure in a process of its own, past whatever makes it end."
+    command = [sys.executable, "-m", "moe_lab.bench.grouped", "--device", device, "--out", str(out), "--limit", str(limit), *["--tuned"] * tuned,
+               *[a for s in shapes for a in ("--shape", str(s))], *[a for p in peers for a in ("--peer", p)]]
+    left = list(shapes)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("-- shape"): left = left[left.index(int(line.split()[2])) + 1:]
+    if not child.returncode or left == list(shapes): return []
+    print(f"{', '.join(peers)}: the process ended with {child.returncode}", flush=True)
+    return left
+
+def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False, shapes=None, limit: float = 240., tuned: bool = False, peers=()):
+    "All shapes (or those given) against all peers, or in this process those given; small ones on a CPU or with `quick`. tuned: against dense, after `moe_lab.tune` chose our kernels."
+    _find_peers()
+    os.environ |= dict(QUACK_CACHE_AUTOTUNING="1", QUACK_COMPILE_WORKERS="1")             # its own pool would only start processes: --prepare has compiled
     small = quick or device == "cpu"
-    report = Report("grouped", out, machine(device, "sonic-moe", "liger-kernel"), dict if small else lambda: dict(copy=copy_rate(device), matmul=matmul_rate(device)))
+    report = Report("grouped", out, machine(device, "sonic-moe", "quack-kernels", "liger-kernel"), dict if small else lambda: dict(copy=copy_rate(device), matmul=matmul_rate(device)))
     if not report.done(dict(what="plan")): report.add(dict(what="plan"), **plan_time(device, 3 if small else 50))
     case = lambda s, q: dict(shape=s, peer=q) | (dict(tuned=True) if tuned else {})
-    for peers in [("dense",)] if tuned else [PEERS[0][:2 if device == "cuda" else 1]] if small else PEERS:           # quick ones first, at all shapes
-        for s in ["tiny"] if small else shapes or SHAPES:
-            left = [q for q in peers if not report.done(case(s, q))]
-            if small: rows = contest((256, 64, 96, 4, 2), left, device, torch.float32 if device == "cpu" else torch.bfloat16, 3)
-            else: rows = _child(s, left, device, limit, tuned) if left else []
-            for peer, row in rows: report.add(case(s, peer), **row)
+    if small:
+        left = [q for q in PEERS[0][:2 if device == "cuda" else 1] if not report.done(case("tiny", q))]
+        for peer, row in contest((256, 64, 96, 4, 2), left, device, torch.float32 if device == "cpu" else torch.bfloat16, 3): report.add(case("tiny", peer), **row)
+    elif peers: _measure(report, case, shapes or SHAPES, peers, device, limit, tuned)
+    else:
+        for group in [("dense",)] if tuned else PEERS:
+            group, left = list(filter(_there, group)), shapes or SHAPES
+            while left := [s for s in left if not all(report.done(case(s, q)) for q in group)]:
+                left = _child(left, group, device, out, limit, tuned)
+                report.reload()
 
 # %% ../../nbs/bench/04_grouped.ipynb #b033787a
 #| eval: false
@@ -212,14 +343,7 @@ if __name__ == "__main__":
     a = ArgumentParser()
     a.add_argument("--shape", type=int, action="append"); a.add_argument("--peer", action="append"); a.add_argument("--device", default="cuda")
     a.add_argument("--out", default="runs/bench"); a.add_argument("--quick", action="store_true"); a.add_argument("--limit", type=float, default=240.)
-    a.add_argument("--tuned", action="store_true")
+    a.add_argument("--tuned", action="store_true"); a.add_argument("--prepare", action="store_true")
     a = a.parse_args()
-    if a.peer:
-        if a.tuned:
-            from moe_lab.tune import tune
-            os.environ["MOE_LAB_CACHE"] = tempfile.mkdtemp()
-            T, D, F, E, k = SHAPES[a.shape[0]]
-            with redirect_stdout(sys.stderr): tune(D, F, E, k, T, device=a.device)
-        for peer, row in contest(SHAPES[a.shape[0]], a.peer, a.device, torch.bfloat16, 20):
-            print(json.dumps([peer, {k: vars(v) if hasattr(v, "median") else v for k, v in row.items()}]), flush=True)
-    else: main(a.device, a.out, a.quick, a.shape, a.limit, a.tuned)
+    if a.prepare: _prepare(a.shape or SHAPES, limit=a.limit)
+    else: main(a.device, a.out, a.quick, a.shape, a.limit, a.tuned, a.peer or ())
