@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import yaml
+from nbdev import showdoc
 from nbdev.config import get_config
 from nbdev.processors import FilterDefaults, exec_show_docs, mv_exports
 from nbdev.process import Processor
@@ -68,13 +69,20 @@ def reference():
             says = plain((ast.get_docstring(n) or "").partition("\n")[0])
             lines.append(f"- [`{n.name}`]({book.as_posix()}#{n.name.lower()}) `{signature(n, tree)}`" + (f": {says}" if says else ""))
         text.append("\n".join(lines).replace(" ``", ""))
-    cells = [dict(cell_type="raw" if i == 0 else "markdown", metadata={}, source=t, id=f"reference-{i}") for i, t in enumerate(text)]
+    cells = [dict(cell_type="raw" if i == 0 else "markdown", metadata={}, source=t.splitlines(True), id=f"reference-{i}") for i, t in enumerate(text)]
     return dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)
 
 
 def plain(text):
     "A docstring as words of Markdown: outside of code, no sign means anything."
     return "".join(part if i % 2 else re.sub(r"([\\\[\]*_<>$#|])", r"\\\1", part) for i, part in enumerate(re.split(r"(`[^`]*`)", text)))
+
+
+class Docs(showdoc.BasicMarkdownRenderer):
+    "nbdev's, with a docstring as words: `weight * x` outside of code is a product, not the end of the emphasis around it."
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.docs = plain(self.docs or "")
 
 
 class show_source(Processor):
@@ -90,6 +98,7 @@ class show_docs(exec_show_docs):
     nbdev runs every cell that holds an import anywhere, without the cells before it."""
     def begin(self):
         super().begin()
+        showdoc.BasicMarkdownRenderer = Docs
         for c in self.nb.cells:
             if "default_exp" in c.directives_: self.k.run_cell(f"from moe_lab.{c.directives_['default_exp'][0]} import *")
 
@@ -202,7 +211,9 @@ def finish():
     for css in libs.rglob("*.css"): css.write_text(re.sub(r"""@import\s*(url\([^)]*\)|"[^"]*"|'[^']*')[^;]*;""", "", css.read_text()))
     for page in DOCS.rglob("*.html"):
         html, up = page.read_text(), "../" * (len(page.relative_to(DOCS).parts) - 1)
-        html = re.sub(r'<(?:script|link)[^>]*cdn\.jsdelivr\.net/npm/katex[^>]*>(?:</script>)?', "", html)
+        # smalldocs asks for KaTeX, Quarto for require.js and jQuery (beside every output in HTML): no page of ours uses them
+        html = re.sub(r'<(?:script|link)[^>]*(?:cdn\.jsdelivr\.net|cdnjs\.cloudflare\.com)/[^>]*>(?:</script>)?', "", html)
+        html = re.sub(r"<script[^>]*>define\('jquery'.*?</script>", "", html)
         html = re.sub(r'<span class="math (inline|display)">(.*?)</span>', mathml, html, flags=re.S)
         head, *rest = re.split(r'<script[^>]*src="https://cdn\.plot\.ly/[^>]*></script>', html)
         if rest: html = f'{head}<script src="{up}site_libs/plotly.min.js"></script><script src="{up}site_libs/figures.js"></script>{"".join(rest)}'

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,12 @@ def test_workflows_say_what_exists(path):
 # What Quarto's schema lets stand there (quarto-cli, src/resources/schema/project.yml and definitions.yml: both objects are closed), as far as we use it.
 QUARTO = {"": {"project", "website", "format", "execute"}, "project": {"type", "output-dir", "render", "pre-render"},
           "website": {"title", "description", "site-url", "repo-url", "repo-branch", "favicon", "page-navigation", "back-to-top-navigation", "search", "sidebar"},
-          "sidebar": {"style", "contents"}, "html": {"theme", "css", "toc", "toc-depth", "html-math-method"}, "front matter": {"title", "description", "output-file"}}
+          "sidebar": {"style", "contents"}, "html": {"theme", "css", "toc", "toc-depth", "html-math-method", "respect-user-color-scheme", "grid"}, "front matter": {"title", "description", "output-file"}}
+
+# What Quarto puts before outputs in HTML (core/jupyter/widgets.ts): require.js and jQuery, from the one or the other address by its version.
+HEAD = """<script src="https://cdn.jsdelivr.net/npm/requirejs@2.3.6/require.min.js" crossorigin="anonymous"></script>
+<script src="https://cdnjs.cloudflare.com/ajax/libs/jquery/3.5.1/jquery.min.js" crossorigin="anonymous" data-relocate-top="true"></script>
+<script type="application/javascript">define('jquery', [],function() {return window.jQuery;})</script>"""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +115,7 @@ def quarto(tmp_path_factory):
     skip = shutil.ignore_patterns("__pycache__", "*.pct.py", ".ipynb_checkpoints")
     for d in ("nbs/core", "moe_lab", ".ci"): shutil.copytree(ROOT / d, top / d, ignore=skip)
     for f in ("settings.ini", "pyproject.toml", "_quarto.yml", "nbs/index.ipynb", *(f"nbs/{p.name}" for p in (ROOT / "nbs").iterdir() if p.is_file() and p.suffix != ".ipynb")): shutil.copy(ROOT / f, top / f)
-    script(top / "bin/quarto", 'echo "$*" > called\nmkdir -p _docs/site_libs\nfor f in */*.ipynb; do mkdir -p "_docs/${f%/*}"; (echo "<html><body><pre>"; cat "$f"; echo "</pre></body></html>") > "_docs/${f%.ipynb}.html"; done\n')
+    script(top / "bin/quarto", f"head={shlex.quote(HEAD)}\n" + 'echo "$*" > called\nmkdir -p _docs/site_libs\nfor f in */*.ipynb; do mkdir -p "_docs/${f%/*}"; (echo "<html>$head<body><pre>"; cat "$f"; echo "</pre></body></html>") > "_docs/${f%.ipynb}.html"; done\n')
     done = subprocess.run([sys.executable, ".ci/site.py"], cwd=top, env=os.environ | {"PATH": f"{top / 'bin'}:{os.environ['PATH']}"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return top, done.stdout
@@ -122,6 +128,7 @@ def test_docs_go_through_quarto_where_there_is_one(quarto):
     pages = sorted((top / "_docs/core").glob("*.html"))
     assert len(pages) == len(list((ROOT / "nbs/core").glob("*.ipynb"))) and f"{len(pages)} pages in _docs/" in said
     assert not any("#| export" in p.read_text() for p in pages)
+    assert not any("<script" in p.read_text().partition("<body>")[0] for p in pages)
 
 
 def test_quarto_gets_what_its_schema_allows(quarto):
@@ -148,6 +155,7 @@ def test_quarto_can_read_the_notebooks(quarto):
         first, *rest = json.loads(p.read_text())["cells"]
         front = yaml.safe_load("".join(first["source"]).strip().strip("-"))
         assert first["cell_type"] == "raw" and {"title", "output-file"} <= front.keys() <= QUARTO["front matter"], p
+        assert all(isinstance(c["source"], list) for c in rest), p                               # it puts lines together, and a string is no list of lines
         assert not re.search(r"[\\/]", front["output-file"]) and not any(c["cell_type"] == "raw" for c in rest)
         names.append((p.parent / front["output-file"]).as_posix())
     assert len(set(names)) == len(names)

@@ -127,7 +127,7 @@ def test_next_leads_through_the_whole_book(docs):
 
 def test_figures_say_what_they_show(docs):
     for p in docs.rglob("*.html"):
-        ids = re.findall(r'<[^>]*?\sid="([^"]+)"', re.sub(r"<script\b.*?</script>", "", p.read_text(), flags=re.S))
+        ids = re.findall(r'<[^>]*?\sid="([^"]+)"', re.sub(r"<script\b.*?</script>|<link\b[^>]*>", "", p.read_text(), flags=re.S))    # Quarto's style sheets share theirs
         assert len(ids) == len(set(ids)), f"{p}: {[i for i in set(ids) if ids.count(i) > 1]} twice: the second figure or heading of a name stays empty"
         figures = re.findall(r'<div role="figure" aria-label="([^"]*)">', html := p.read_text())
         assert len(figures) == html.count('class="plotly-graph-div"') and all(figures), p
