@@ -1,9 +1,12 @@
-"""Triton's interpreter, faster: the same kernels, the same numbers. Most of its time went to three things that it need not do (triton 3.9): it patches
-`triton.language` anew for every call of a device function, folds xor, of which `tl.sort` is made, one element at a time in Python, and works out for every
-sum whether it overflows only to forget it, as nobody asked for debugging."""
+"""Triton's interpreter, faster: the same kernels, the same numbers. Most of its time went to what it need not do (triton 3.9): it patches `triton.language`
+anew for every call of a device function, looking for its operators in all of it, folds xor, of which `tl.sort` is made, one element at a time in Python, works
+out for every sum whether it overflows only to forget it, as nobody asked for debugging, and makes the same few shapes and types anew for every number."""
 from collections import Counter
 from dataclasses import replace
+from functools import cache
+from math import prod
 
+from triton.language import core
 from triton.runtime import interpreter as I
 
 patched, count = set(), Counter()                      # modules whose view of the language this launch has patched
@@ -26,5 +29,46 @@ def reduce(self, input, slowly=I.ReduceOps.apply_impl):
     return [self.to_tensor(I.np.bitwise_xor.reduce(t.handle.data, axis=self.axis, keepdims=self.keep_dims), t.dtype) for t in input]
 
 
+# --- the language, looked up once -----------------------------------------------------------------------------------
+
+@cache
+def operators(package):
+    "Operators of a module or class, each as it takes the interpreter along."
+    def own(f): return lambda *args, **kwargs: f(*args, **kwargs | dict(_semantic=I.interpreter_semantic))
+    return [(name, own(f.__wrapped__ if f.__code__ is core.load.__code__ else f)) for name, f in I.inspect.getmembers(package) if core.is_builtin(f)]
+
+
+def patch(package, builder, scope):
+    for name, f in operators(package): scope.set_attr(package, name, f)
+
+
+# --- shapes and types, made once ------------------------------------------------------------------------------------
+
+core.pointer_type.__hash__ = core.dtype.__hash__       # by name, as other types have it
+
+@cache
+def sizes(*shape): return core.constexpr(prod(shape)), core.tuple([core.constexpr(n) for n in shape])
+
+
+def tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = sizes(*(type.shape if type.is_block() else ()))
+
+
+@cache
+def fields(element_ty, *shape, init=core.block_type.__init__):
+    block = object.__new__(core.block_type)
+    init(block, element_ty, list(shape))
+    return vars(block)
+
+
+def block_type(self, element_ty, shape): vars(self).update(fields(element_ty, *core._unwrap_if_constexpr(shape)))
+
+
+slowly = cache(I._get_np_dtype)
+def np_dtype(t): return slowly(t.element_ty if t.is_block() else t)
+
+
 I.GridExecutor.__call__, I.InterpretedFunction.__call__, I.ReduceOps.apply_impl = launch, device_function, reduce
 I.interpreter_builder.options = replace(I.interpreter_builder.options, sanitize_overflow=False)
+I._patch_builtin, core.tensor.__init__, core.block_type.__init__, I._get_np_dtype = patch, tensor, block_type, np_dtype

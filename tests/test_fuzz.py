@@ -1,4 +1,7 @@
 """Random shapes, dtypes, layouts, routings and bad numbers for every operator and body against float64, forward and gradients."""
+import os
+import time
+
 import pytest
 from hypothesis import assume, given, settings
 
@@ -7,6 +10,7 @@ from strategies import BODIES, CHECKS, DEV, KERNELS, Problem, problems
 INTERPRETED = DEV == "cpu"
 if INTERPRETED: import interpreter
 SMALL = dict(tokens=10, width=24, experts=4, blocks=(16,))        # the interpreter runs a program a millisecond
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 3000))             # an operator's share of a run; examples that it leaves no time for are drawn, not tried, not counted
 RUNS = [pytest.param(name, body, n, marks=[pytest.mark.slow] * (n > 50)) for body in BODIES for name in CHECKS if body == "torch" or name in KERNELS for n in (50, 2000)]
 
 
@@ -14,12 +18,13 @@ RUNS = [pytest.param(name, body, n, marks=[pytest.mark.slow] * (n > 50)) for bod
 @pytest.mark.parametrize("name, body, examples", RUNS)
 def test_operator(name, body, examples, record_property):
     "An example counts when it compared numbers and, in Triton's interpreter, a kernel ran for it."
-    done, interpreted = 0, body == "triton" and INTERPRETED
+    done, interpreted, end = 0, body == "triton" and INTERPRETED, time.monotonic() + SECONDS
 
     @settings(max_examples=examples)
     @given(problems(BODIES[body], **(SMALL if interpreted else {})))
     def holds(problem):
         nonlocal done
+        if time.monotonic() > end: return
         before = interpreted and interpreter.count["launches"]
         assume(CHECKS[name](problem, body) and (not interpreted or interpreter.count["launches"] > before))
         done += 1
