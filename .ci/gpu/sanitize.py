@@ -169,6 +169,15 @@ def find_tool():
     places = ["/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", *(f"{p}/nvidia/**" for p in sys.path if p)]
     return next((f for p in places for f in sorted(glob.glob(f"{p}/compute-sanitizer", recursive=True), reverse=True) if os.path.isfile(f) and os.access(f, os.X_OK)), None)
 
+HAZARD = r"(\w+ hazard) detected at __shared__ (0x\w+) in block.*\n=+ +(?:Write|Read) Thread \S+ at (\S+?)\+0x\w+(?: in (\S+))?\n=+ +(?:Write|Read) Thread \S+ at (\S+?)\+0x\w+(?: in (\S+))?"
+
+def findings(text):
+    "What the tool said; of races only how many there are between which two lines, and over how many bytes."
+    races = {}
+    for kind, byte, a, line, b, other in re.findall(HAZARD, text): races.setdefault((kind, a, line, b, other), []).append(byte)
+    return ([f"{len(at)} x {kind}, {a} {line} and {b} {other}, {len(set(at))} bytes" for (kind, a, line, b, other), at in races.items()]
+            or re.findall(r"========= (?:Invalid|Error|Warning|Race|Program hit).*", text)[:20])
+
 def run_all(how, command, seconds, report, size, groups):
     "All groups at once, in all their parts, each a process; what one says goes to sanitize.txt, the summary of a group to the report."
     start, running = time.monotonic(), {}
@@ -189,7 +198,7 @@ def run_all(how, command, seconds, report, size, groups):
         r["summary"] += (re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text) or ["no summary"] * bool(command))[-1:]
         r["finite"] += len(re.findall(": finite$", text, re.M))
         r["cases"] += re.findall(r"^cases: (.*)$", text, re.M)[-1:] or ["did not come to the end"]
-        r["findings"] += re.findall(r"========= (?:Invalid|Error|Warning|Race|Program hit).*", text)[:20]
+        r["findings"] += findings(text)
         print(f"[{time.monotonic() - start:5.1f} s] {how} {g} {i}: {code} {r['summary'][-1:]} {r['cases'][-1]}", flush=True)
         said = {g: r | {n: "; ".join(sorted(set(r[n]))) or None for n in ("summary", "cases")} for g, r in rows.items()}
         (OUT / "sanitize.json").write_text(json.dumps(report | {how: said}, indent=1))
@@ -202,12 +211,12 @@ def main(seconds=100., tools="racecheck,memcheck", groups=",".join(PARTS)):
     report = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=__import__("triton").__version__, tool=tool,
                   version=subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1:] if tool else "compute-sanitizer is not installed")
     print(report, flush=True)
-    options = dict(racecheck=["--racecheck-report", "all", *(o for name in ("_Z", "nvjet", "gemm") for o in ("--kernel-name-exclude", f"kns={name}"))], memcheck=[])
+    options = dict(racecheck=["--racecheck-report", "all", "--show-backtrace", "no", "--print-limit", "100000", *(o for name in ("_Z", "nvjet", "gemm") for o in ("--kernel-name-exclude", f"kns={name}"))], memcheck=["--print-limit", "20"])
     try:
         for t in tools if tool else ():
             size = "small" if t == "racecheck" else "full"
             run_all(f"plain, {size}", [], float(seconds), report, size, groups)                 # kernels are compiled here, not under the tool
-            run_all(t, [tool, "--tool", t, "--print-limit", "20", *options[t]], float(seconds), report, size, groups)
+            run_all(t, [tool, "--tool", t, *options[t]], float(seconds), report, size, groups)
     finally:
         lines = [f"{how} {g}: {r['summary'] or ''} {r['cases']}" for how, rows in report.items() if isinstance(rows, dict) for g, r in rows.items()]
         (OUT / "summary.txt").write_text("\n".join([str(report["version"]), *lines]) + "\n")
