@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 
 from fastcore.script import store_true
 
+from .cluster.topology import load
 from .core.types import Cluster
 from .models.zoo import Model, zoo
-from .plan import across, exchanges, find_cluster, find_model, plans
+from .plan import across, exchanges, find_model, plans
 from .sim.step import StepTime, Strategy, step
 
 # %% ../nbs/94a_which.ipynb #f21c7ef1
@@ -86,7 +87,7 @@ def which(model: str, # a name of the zoo, or the path of a Hugging Face config.
           json: store_true = False, # print JSON
          ):
     "Say which system's idea pays for MODEL on CLUSTER: each taken away from the best plan."
-    m, c = find_model(model), find_cluster(cluster)
+    m, c = find_model(model), load(cluster)
     found = ideas(m, c, tokens, seq, imbalance)
     if json: print(_json.dumps([{**asdict(i), "worth": i.worth} for i in found], indent=1)); return
     rows = [("idea", "from", "worth", "because")] + [(i.name, i.system, _verdict(i), i.why) for i in found]

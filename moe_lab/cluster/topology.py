@@ -111,9 +111,13 @@ def to_yaml(cluster: Cluster) -> str:
     return yaml.safe_dump({"name": cluster.name, "device": dataclasses.asdict(cluster.device), "levels": levels}, sort_keys=False)
 
 
-def load(source: str) -> Cluster: # the name of a preset, or the path of a YAML file
-    "A preset in its default size, or the cluster that a file describes."
-    if source in presets: return presets[source]()
+def load(source: str) -> Cluster: # a preset ('nd_a100_v4', or 'nd_a100_v4:128' for 128 nodes), or the path of a YAML file
+    "A preset, in its default size if none is named, or the cluster that a file describes."
+    preset, _, size = source.partition(":")
+    if preset in presets:
+        if size == "" and preset == source: return presets[preset]()
+        if not size.isdecimal() or not 0 < len(size) < 9 or not int(size): raise ValueError(f"cluster size must be a number >= 1, got {size!r} in {source!r}")
+        return presets[preset](int(size))
     path = Path(source)
-    if not path.is_file(): raise ValueError(f"cluster must be one of {list(presets)} or a YAML file that exists, got {source!r}")
+    if not path.is_file(): raise ValueError(f"cluster must be one of {list(presets)} (with a size: {next(iter(presets))}:4) or a YAML file that exists, got {source!r}")
     return from_yaml(read_text(path, 2**16), str(path))

@@ -47,6 +47,8 @@ class Routing:
     @property
     def num_experts(self): return self.probs.shape[1]
 
+    def __repr__(self): return f"Routing({self.num_tokens} tokens, {self.num_experts} experts, top {self.top_k})"      # not pages of tensors
+
     def counts(self):
         "Assignments to each expert before any drop, (E,) int64; padding and -1 count nowhere."
         return count_experts(self.expert, self.num_experts)

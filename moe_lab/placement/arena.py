@@ -141,7 +141,7 @@ def losses(results: dict[str, dict[str, list[Step]]], # {kind of trace: what `ru
 
 # %% ../../nbs/placement/07_arena.ipynb #b75b9b2e
 def place(trace: str, # CSV (step, layer, expert, count) or npz (counts)
-          cluster: str = "nd_a100_v4", # preset name or YAML file
+          cluster: str = "nd_a100_v4", # a preset ('nd_a100_v4:128': 128 nodes), or the path of a YAML file
           d_model: int = 1024, # model width
           d_hidden: int = 4096, # expert width
           slots: int = 0, # vExpert slots of a device; 0: twice what the experts need
