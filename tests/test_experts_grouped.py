@@ -223,8 +223,8 @@ def test_bad_offsets_are_named(offsets, error, says):
 
 def test_bad_main_gradients_are_named():
     x, ids, w, up, down, *_ = layer(6, 16, 24, 4, 2)
-    for bad in (torch.zeros(2), torch.zeros(down.shape).half(), torch.zeros(*down.shape[:1], *down.shape[:0:-1]).mT):
-        with pytest.raises(ValueError, match="main_grads of down must be"): grouped_moe(x, (ids, w), up, down, main_grads=(torch.zeros(up.shape), bad))
+    for bad in (t.to(DEV) for t in (torch.zeros(2), torch.zeros(down.shape).half(), torch.zeros(*down.shape[:1], *down.shape[:0:-1]).mT)):
+        with pytest.raises(ValueError, match="main_grads of down must be"): grouped_moe(x, (ids, w), up, down, main_grads=(torch.zeros(up.shape, device=DEV), bad))
     one = torch.zeros(up.shape, device=DEV)
     for bad in (one, (one,), (one, None), (one, one, one)):            # found in backward before, if at all
         for f in (lambda: grouped_moe(x, (ids, w), up, down, main_grads=bad), lambda: expert_mlp(x, torch.tensor([0, 2, 2, 4, 6], device=DEV), up, down, main_grads=bad)):

@@ -9,10 +9,11 @@ from moe_lab.inference.step import alone, fits
 from moe_lab.core.backend import use
 from moe_lab.models.gpt import GPT, GPTConfig, KVCache
 
+DEV = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = GPTConfig(40, d_model=64, num_layers=2, num_heads=2, d_hidden=16, experts=4, top_k=2)
 
 
-def model(**kw): return (torch.manual_seed(0), GPT(GPTConfig(**{**CONFIG.__dict__, **kw})).eval())[1]
+def model(**kw): return (torch.manual_seed(0), GPT(GPTConfig(**{**CONFIG.__dict__, **kw})).eval().to(DEV))[1]
 
 
 def test_a_trained_run_writes_text_from_the_command_line(tmp_path, capsys):
@@ -94,9 +95,9 @@ def test_what_does_not_fit_takes_the_models_own_forward(kw):
 
 def test_a_full_cache_says_so():
     d = GPTDecoder(model(), 1, 3)
-    ids = torch.tensor([[1, 2, 3]])
+    ids = torch.tensor([[1, 2, 3]], device=DEV)
     d.start(ids, torch.ones_like(ids, dtype=torch.bool))
-    with pytest.raises(ValueError, match="cache has room for 3 tokens, 4 are needed"): d.step(torch.tensor([1]))
+    with pytest.raises(ValueError, match="cache has room for 3 tokens, 4 are needed"): d.step(torch.tensor([1], device=DEV))
 
 
 @pytest.mark.gpu
