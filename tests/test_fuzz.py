@@ -39,6 +39,7 @@ FOUND = [("compress", "torch", Problem(0, 2, 2, 1, 1, layout="strided", dtype="f
          ("generate", "triton", Problem(1, 1, 1, 1, 1, activation="geglu", weighted=False)),                            # token ids that are a view
          ("generate", "triton", Problem(0, 1, 1, 1, 1, activation="geglu", weighted=False, dtype="float16")),           # a dense gated MLP in half precision
          ("rows", "triton", Problem(1, 8, 1, 1, 1, activation="gelu", weighted=False, layout="offset")),                # one row of a wider matrix
+         ("layer", "triton", Problem(1, 1, 1, 1, 1, activation="relu", weighted=False, values="nan")),                  # NaN from above, and a probability of 0
          ("blocksparse", "triton", Problem(0, 1, 1, 1, 1, activation="gelu", weighted=False)),                          # no block is stored
          ("blocksparse", "triton", Problem(3, 1, 1, 1, 1, "none", activation="gelu", weighted=False))]
 

@@ -106,7 +106,8 @@ def _backward(d_probs, d_weight, probs, ids, normalize):
         d_weight = d_weight - (w * d_weight).sum(-1, keepdim=True)
     q = torch.zeros_like(probs).scatter(-1, ids, w * d_weight)
     if d_probs is not None: q = q + probs * d_probs
-    return q if normalize and d_probs is None else q - probs * q.sum(-1, keepdim=True)
+    if not normalize or d_probs is not None: q = q - probs * q.sum(-1, keepdim=True)
+    return _fill(q, probs == 0, 0.)                                              # what weighs nothing has none, even when NaN comes from above
 
 def _save(ctx, inputs, output):
     ctx.normalize = inputs[2]
