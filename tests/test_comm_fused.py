@@ -128,12 +128,25 @@ def test_words_need_their_programs_resident():
     assert first_failure(Protocol(words=True, buffers=1), 40)[1].startswith("TimeoutError")
 
 
+@pytest.mark.parametrize("kw", [dict(), dict(slices=0), dict(proto=Protocol(words=True))])
+def test_a_killed_rank_leaves_no_wrong_row(kw):
+    "Its peers finish or give up; a model that never stored anything would do so as well, so the broken ones must still be told by their rows."
+    ends = [first_failure(schedules=1, start=seed, world=3, tiles=2, killed=2, **({"proto": Protocol()} | kw)) for seed in range(40)]
+    assert {e and e[1].split(":")[0] for e in ends} == {None, "TimeoutError"}
+    if not kw: assert any("AssertionError" in (first_failure(Protocol(release=False), 1, seed, killed=1) or ("", ""))[1] for seed in range(20))
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match="killed"): run_schedule(0, world=3, killed=wrong)
+
+
 @pytest.mark.slow
 def test_protocol_thousands():
     for order in ((1, 2), (1, 1), (0, 1), (2, 3)):
         for seed in range(2000): run_schedule(seed, r=order[0], p=order[1], slices=2 * (seed % 2))
     for seed in range(2000): run_schedule(seed, world=2 + seed % 2, proto=Protocol(words=True), calls=4)
     for seed in range(500): run_schedule(seed, world=4, tiles=4, slices=2, programs=5, resident=3, calls=5)
+    for seed in range(2000):
+        why = first_failure(Protocol(words=seed % 3 == 0), 1, seed, world=2 + seed % 2, slices=2 * (seed % 4 > 1), killed=seed % 2)
+        assert why is None or why[1].startswith("TimeoutError"), (seed, why)
 
 
 class SharedMemory(fused.PeerBuffer):

@@ -130,19 +130,22 @@ def _rank(mem, rank, programs, resident, calls, proto, rng, r, p):
 # %% ../../nbs/comm/04_fused_protocol.ipynb #2d8acbd2
 def run_schedule(seed: int, # one seed, one schedule
                  world: int = 2, tiles: int = 4, slices: int = 2, programs: int = 3, resident: int = 3, calls: int = 3,
-                 proto: Protocol = Protocol(), r: int = 1, p: int = 2, patience: int = 3000):
+                 proto: Protocol = Protocol(), r: int = 1, p: int = 2, killed: int | None = None):
     """Run `calls` fused calls on every rank under one random schedule; `slices` 0: one flag for all tiles of a peer.
+    Rank `killed` ends at a random moment, in the middle of whatever it does; its stores may still arrive.
 
     AssertionError: a reader saw a row of another call (or none). TimeoutError: nobody could move any more.
     """
     for name, v, least in (("world", world, 1), ("tiles", tiles, 1), ("slices", slices, 0), ("programs", programs, 1), ("resident", resident, 1), ("calls", calls, 1), ("buffers", proto.buffers, 1)):
         whole(v, name, least)
+    if killed is not None: whole(killed, "killed", 0, world - 1)
     if slices and tiles % slices: raise ValueError(f"tiles ({tiles}) must be a multiple of slices ({slices})")
     rng, mem = random.Random(seed), _World(world, tiles, slices)
     ranks = {k: _rank(mem, k, programs, resident, calls, proto, rng, r, p) for k in range(world)}
     pace = {k: rng.choice((1, 1, 8)) for k in ranks}          # some ranks are late
     stuck = 0
     while ranks:
+        if killed in ranks and rng.random() < .003: ranks.pop(killed); continue
         k = rng.choice([k for k in ranks for _ in range(pace[k])])
         try: moved = next(ranks[k])
         except StopIteration: ranks.pop(k); moved = True
@@ -152,7 +155,7 @@ def run_schedule(seed: int, # one seed, one schedule
             key, v = q.pop(rng.randrange(len(q)))
             mem.recv[key] = v
         stuck = 0 if moved else stuck + 1
-        if stuck > patience: raise TimeoutError("deadlock: every rank waits")
+        if stuck > 3000: raise TimeoutError("deadlock: every rank waits")
 
 # %% ../../nbs/comm/04_fused_protocol.ipynb #57b41406
 def first_failure(proto: Protocol, # a variant
