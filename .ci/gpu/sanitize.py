@@ -154,10 +154,10 @@ def control():
         __shared__ float s[256];
         s[threadIdx.x] = x[threadIdx.x + n];
         x[threadIdx.x] = s[(threadIdx.x + 64) % 256]; }"""
-    with case("a kernel that is wrong"):
-        wrong, n = torch.cuda._compile_kernel(source, "wrong"), 1 << 20
-        x = torch.zeros(n, device=DEV)
-        wrong((1, 1, 1), (256, 1, 1), (x, n - 255 if "memcheck" in os.environ.get("TOOL", "") else 0))
+    wrong, memcheck = torch.cuda._compile_kernel(source, "wrong"), os.environ.get("TOOL") == "memcheck"
+    print("caching allocator:", torch._C._cuda_cudaCachingAllocator_is_enabled(), flush=True)
+    for name, n in {"one past the end": 1000 - 255, "a gigabyte past the end": 1 << 28}.items() if memcheck else [("a race", 0)]:
+        with case(name): wrong((1, 1, 1), (256, 1, 1), (torch.zeros(1000, device=DEV), n))
 
 GROUPS = dict(control=control, grouped_plain=lambda: grouped({}), grouped_hopper=lambda: grouped(dict(up=0, dh=0, down=0, dx=0, dw=0)), routing=routing, blocksparse=blocksparse, products=products, steps=steps, compress=compress)
 
