@@ -75,7 +75,7 @@ def reference():
 
 def plain(text):
     "A docstring as words of Markdown: outside of code, no sign means anything."
-    return "".join(part if i % 2 else re.sub(r"([\\\[\]*_<>$#|])", r"\\\1", part) for i, part in enumerate(re.split(r"(`[^`]*`)", text)))
+    return "".join(part if i % 2 else re.sub(r"([\\\[\]*_<>$#|])", r"\\\1", part) for i, part in enumerate(re.split(r"(`+[^`]*`+)", text)))
 
 
 class Docs(showdoc.BasicMarkdownRenderer):

@@ -47,20 +47,23 @@
 
     const head = 8 + 1.3 * font.size * rows, keys = box(g, ".legend")[0], subtitle = Math.max(0, ...(L.annotations ?? []).filter(a => a.y > .99 && a.yref === "paper").map(a => 6 + 16 * lines(a.text)));
     const top = head + (keys && g._fullLayout.legend.y > 1 ? keys.height + 10 : 0) + subtitle + 4, pad = {...first.pad};
-    let far = false;
+    let far = false, small;
     if (g._fullLayout.sliders?.[0]?.visible) {       // a slider of one step is not drawn
       const value = box(g, ".slider-group > .slider-label")[0], left = g.getBoundingClientRect().left;
       const low = Math.max(...box(g, "[class^=x][class$=title], [class^=x][class$=tick]").map(b => b.bottom));
-      const {steps, font: {size, family}} = g._fullLayout.sliders[0], {l, w} = g._fullLayout._size;
+      const {steps, font: {size, family}, currentvalue: {prefix, font: said}} = g._fullLayout.sliders[0], {l, w} = g._fullLayout._size;
+      first.said ??= said.size;
       pen.font = `${size}px ${family}`;
       if (value) pad.t += Math.max(0, low + 6 - value.top);
       far = value?.right > left + width;
       pad.r = (pad.r ?? 0) + Math.max(0, pen.measureText(steps.at(-1).label).width / 2 + 4 - (width - l - w));
+      pen.font = `${first.said}px ${said.family}`;
+      small = first.said * Math.min(1, (l + w - pad.r - 8) / Math.max(...steps.map(s => pen.measureText(`${prefix ?? ""}${s.label}`).width)));
     }
     const height = Math.round(first.height + top - 60 + (pad.t ?? 0) - (first.pad.t ?? 0));
     for (const e of [g, g.parentElement]) e.style.height = `${height}px`;
     await Plotly.relayout(g, {autosize: true, height: null, "margin.t": top, "title.y": 1 - 1.3 * font.size / height, "title.yref": "container", "title.yanchor": "bottom",
-                              ...g.layout.sliders && {"sliders[0].pad": pad, "sliders[0].currentvalue.xanchor": far ? "right" : "left"}});
+                              ...g.layout.sliders && {"sliders[0].pad": pad, "sliders[0].currentvalue.xanchor": far ? "right" : "left", "sliders[0].currentvalue.font.size": small}});
     g.settled = width;                                // for who waits
   }
 

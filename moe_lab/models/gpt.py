@@ -112,6 +112,7 @@ class KVCache:
 
 # %% ../../nbs/models/02_gpt.ipynb #4bb40295
 class Attention(nn.Module):
+    "Causal attention with rotary positions; several query heads may share a head of keys and values (grouped queries)."
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         c, self.layer = config, layer

@@ -87,6 +87,7 @@ class SwinConfig:
 
 # %% ../../nbs/models/08_vision.ipynb #77f00b32
 class SwinBlock(nn.Module):
+    "x + window attention, then x + FFN, each behind its norm. Returns x and the `Aux` of the experts, None for a dense FFN."
     def __init__(self, c: SwinConfig, d_model: int, size: int, shift: int, experts: int):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
