@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCALES', 'Scale', 'Arm', 'seeded', 'experiments', 'python_sources', 'texts', 'folder', 'freeze_experts', 'train_arm',
            'run_arm', 'ablate', 'mean_sd', 'Printed', 'Question', 'questions', 'interval', 'gains', 'Claim', 'claims',
-           'verdict', 'stored', 'logged', 'report']
+           'verdict', 'stored', 'earlier', 'logged', 'parts', 'leads', 'report']
 
 # %% ../../nbs/models/07_ablations.ipynb #b1305578
 import gzip, hashlib, json, os, statistics
@@ -221,7 +221,9 @@ def claims(scale: Scale) -> list[Claim]:
         Claim("halves", "second half", "first half", "DeepSpeed-MoE, section 4.1: experts in later layers help more"),
         Claim("residual", "top-2", "top-1", "what a second expert is for (no number printed)"),
         Claim("residual", "residual", "top-2", "DeepSpeed-MoE, section 4.1: as good as top-2, with half the traffic", margin=.01),
+        Claim("residual", "residual, mixed", "top-2", "the same, the MLP mixed in as DeepSpeed's code does", margin=.01),
         Claim("pyramid", f"PR-MoE-{E}/{2 * E}", f"MoE-{4 * E}", "DeepSpeed-MoE, figure 4: within 0.01 of the model with four times the experts", margin=.01),
+        Claim("pyramid", f"PR-MoE-{E}/{2 * E}, mixed", f"MoE-{4 * E}", "the same, the MLP mixed in as DeepSpeed's code does", margin=.01),
         Claim("students", "full KD", "no KD", "DeepSpeed-MoE, table 5: 40.57 against 39.06, mean of six tasks"),
         Claim("students", "staged KD", "full KD", "DeepSpeed-MoE, table 5: 41.43 against 40.57"),
         Claim("drops", "dropless", "capacity 1.0", "MegaBlocks, section 3: 0.26 below dense instead of 0.15"),
@@ -241,28 +243,54 @@ def verdict(runs: list[dict], claim: Claim) -> tuple[float, float, str]: # bette
     return mean, half_width, words
 
 # %% ../../nbs/models/07_ablations.ipynb #763ae9de
-def stored() -> dict | None:
-    "Results that were made once on a GPU: {'scale', 'where', 'text', 'runs'}; None before they have been."
-    f = files("moe_lab") / "data" / "ablations.json"
-    return json.loads(f.read_text()) if f.is_file() else None
+def _kept(name):
+    data = (files("moe_lab") / "data" / name).read_bytes()
+    return json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
 
-def logged() -> dict | None:
-    "Runs with their logs, as `stored`: `loss` of each step, `curve` [(step, validation loss)]."
-    f = files("moe_lab") / "data" / "ablations_logs.json.gz"
-    return json.loads(gzip.decompress(f.read_bytes())) if f.is_file() else None
+def stored() -> dict:
+    "Results that were made once on a GPU: {'scale', 'where', 'text', 'runs'}."
+    return _kept("ablations.json")
 
-# %% ../../nbs/models/07_ablations.ipynb #2806ea5b
-def report(experiment: str, results: dict | None = None) -> None: # None: those of `stored`
-    "Arms with parameters, bytes and loss (mean and standard deviation over seeds), then each claim about them."
-    results = results or stored()
+def earlier() -> dict:
+    "As `stored`: the same arms and seeds, run before with older kernels and without the mixed PR-MoE."
+    return _kept("ablations_earlier.json")
+
+def logged() -> dict:
+    "The runs of `stored` with their logs: `loss` of each step, `curve` [(step, validation loss)]."
+    return _kept("ablations_logs.json.gz")
+
+# %% ../../nbs/models/07_ablations.ipynb #00a6701b
+def parts(run: dict, n: int = 25) -> list[float]: # run: with `loss`
+    "Means of `n` equal parts of its losses in training."
+    whole(n, "n", 1, len(run["loss"]))
+    cut = [i * len(run["loss"]) // n for i in range(n + 1)]
+    return [statistics.mean(run["loss"][a:b]) for a, b in zip(cut, cut[1:])]
+
+def leads(experiment: str, results: dict | None = None, of=parts) -> dict[str, list[list[float]]]: # None: `logged`; of: run -> losses; arm -> moment -> of each seed
+    "`gains` over the question's reference arm at every moment of `of`."
+    results = results or logged()
     runs = [o for o in results["runs"] if o["experiment"] == experiment]
     if not runs: raise ValueError(f"experiment must be one of {sorted({o['experiment'] for o in results['runs']})}, got {experiment!r}")
-    print(f"{'':18} {'loss of ' + str(len({o['seed'] for o in runs})) + ' seeds':18}{'parameters':>12}{'active':>12}{'bytes sent':>12}{'dropped':>9}{'max load':>9}")
+    reference = questions(SCALES[results["scale"]])[experiment].reference
+    at = [gains([o | {"valid": x} for o, x in zip(runs, moment)], experiment, reference) for moment in zip(*map(of, runs))]
+    return {arm: [g[arm] for g in at] for arm in at[0]}
+
+# %% ../../nbs/models/07_ablations.ipynb #f92a191e
+def report(experiment: str, results: dict | None = None) -> None: # None: `stored`, beside what `earlier` says
+    "Arms with parameters, bytes and loss (mean and standard deviation over seeds), then each claim about them."
+    told = [("", results)] if results else [("", stored()), ("before", earlier())]
+    results = told[0][1]
+    runs = [o for o in results["runs"] if o["experiment"] == experiment]
+    if not runs: raise ValueError(f"experiment must be one of {sorted({o['experiment'] for o in results['runs']})}, got {experiment!r}")
+    print(f"{'':20} {'loss of ' + str(len({o['seed'] for o in runs})) + ' seeds':18}{'parameters':>12}{'active':>12}{'bytes sent':>12}{'dropped':>9}{'max load':>9}")
     for arm in dict.fromkeys(o["arm"] for o in runs):
         rows = [o for o in runs if o["arm"] == arm]
         of = lambda key: mean_sd([o[key] for o in rows])
-        print(f"{arm:18} {of('valid')[0]:.4f} +- {of('valid')[1]:.4f}  {rows[0]['total']:12,}{rows[0]['active']:12,}{rows[0]['sent']:12,}{of('dropped')[0]:9.1%}{of('imbalance')[0]:9.2f}")
+        print(f"{arm:20} {of('valid')[0]:.4f} +- {of('valid')[1]:.4f}  {rows[0]['total']:12,}{rows[0]['active']:12,}{rows[0]['sent']:12,}{of('dropped')[0]:9.1%}{of('imbalance')[0]:9.2f}")
     for c in claims(SCALES[results["scale"]]):
         if c.experiment != experiment: continue
-        mean, half_width, words = verdict(runs, c)
-        print(f"\n{c.says}\n    {c.better} against {c.worse}: {mean:+.4f} +- {half_width:.4f} nats lower: {words}")
+        print(f"\n{c.says}\n    {c.better} against {c.worse}, nats lower:")
+        for when, o in told:
+            if c.better not in gains(o["runs"], experiment, c.worse): continue
+            mean, half_width, words = verdict(o["runs"], c)
+            print(f"    {when:8}{mean:+.4f} +- {half_width:.4f}  {words}")

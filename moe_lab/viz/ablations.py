@@ -11,7 +11,7 @@ import statistics, textwrap
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ..models.ablations import SCALES, gains, interval, logged, questions, stored
+from ..models.ablations import SCALES, gains, interval, leads, logged, parts, questions, stored
 from ..models.gpt import NumParams
 from .render import template
 
@@ -60,19 +60,25 @@ def beside(experiment: str, results: dict | None = None) -> go.Figure: # None: t
     return fig.update_layout(title=dict(text="<br>".join(textwrap.wrap(question.asks, 38)), y=1, yanchor="top", pad_t=12), margin_t=140, height=200 + 120 * n + 36 * sum(arms), showlegend=False)
 
 # %% ../../nbs/viz/03a_ablations.ipynb #4013294a
-def curves(experiment: str, results: dict | None = None, every: int = 15) -> go.Figure: # None: those of `logged`; every: steps
-    "Losses on the way: for each seed of each arm a line of training and dots of validation."
-    results, fig, color = results or logged(), go.Figure(), {}
-    for o in results["runs"]:
-        if o["experiment"] != experiment: continue
-        name = o["arm"]
-        new, blocks = name not in color, [o["loss"][i:i + every] for i in range(0, len(o["loss"]), every)]
-        same = dict(legendgroup=name, name=name, line_color=color.setdefault(name, _colors[len(color) % len(_colors)]))
-        fig.add_scatter(x=[i * every + len(b) / 2 for i, b in enumerate(blocks)], y=[round(statistics.mean(b), 3) for b in blocks], mode="lines", opacity=0.55, hoverinfo="skip", showlegend=False, **same)
-        x, y = zip(*o["curve"][1:])
-        fig.add_scatter(x=x, y=y, mode="markers", marker_size=8, showlegend=new, hovertemplate=name + ", step %{x}: %{y:.3f}<extra></extra>", **same)
-    if not color: raise ValueError(f"experiment must be one of {sorted({o['experiment'] for o in results['runs']})}, got {experiment!r}")
-    return fig.update_layout(title=f"Losses on the way, at the size of a {results['scale'].upper()}", xaxis_title="step", yaxis_title="loss [nats a token]", height=420)
+def curves(experiment: str, results: dict | None = None, n: int = 25) -> go.Figure: # None: those of `logged`; n: points of a line
+    "Training loss of every arm, and how far it is below the reference arm's: means over seeds; bands from seed to seed, dots validation."
+    results = results or logged()
+    lead, valid = leads(experiment, results, lambda o: parts(o, n)), leads(experiment, results, lambda o: [v for _, v in o["curve"][1:]])
+    runs, loss = [o for o in results["runs"] if o["experiment"] == experiment], {}
+    for o in runs: loss.setdefault(o["arm"], []).append(parts(o, n))
+    reference, steps = next(a for a in loss if a not in lead), len(runs[0]["loss"])
+    x, mean, rounded = [round(steps * (i + .5) / n, 1) for i in range(n)], lambda moments: [statistics.mean(v) for v in moments], lambda v: [round(y, 3) for y in v]
+    fig = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.38, 0.62], vertical_spacing=0.12, subplot_titles=["loss of training [nats a token]", f"nats below {reference}, same batches;<br>bands: all seeds, dots: validation"])
+    for i, arm in enumerate(loss):
+        same = dict(legendgroup=arm, name=arm, line_color=_colors[i % len(_colors)])
+        fig.add_scatter(x=x, y=rounded(mean(zip(*loss[arm]))), mode="lines", hovertemplate=arm + ", step %{x}: %{y:.3f}<extra></extra>", row=1, col=1, **same)
+        if arm == reference: continue
+        lower = dict(showlegend=False, row=2, col=1, **same)
+        fig.add_scatter(x=x + x[::-1], y=rounded([max(v) for v in lead[arm]] + [min(v) for v in lead[arm][::-1]]), mode="lines", line_width=0, fill="toself", opacity=0.3, hoverinfo="skip", **lower)
+        fig.add_scatter(x=x, y=rounded(mean(lead[arm])), mode="lines", hovertemplate=arm + ", step %{x}: %{y:+.3f}<extra></extra>", **lower)
+        fig.add_scatter(x=[step for step, _ in runs[0]["curve"][1:]], y=rounded(mean(valid[arm])), mode="markers", marker_size=8, hovertemplate=arm + ", validation, step %{x}: %{y:+.3f}<extra></extra>", **lower)
+    fig.update_annotations(x=0, xanchor="left", xshift=-30, align="left", font_size=12).update_xaxes(title_text="step", row=2, col=1).update_yaxes(zeroline=True, zerolinewidth=2, zerolinecolor="#808080", row=2, col=1)
+    return fig.update_layout(title=dict(text="Losses on the way", y=1, yanchor="top", pad_t=12), height=560, margin_t=80, legend=dict(y=-0.14, yanchor="top"))
 
 # %% ../../nbs/viz/03a_ablations.ipynb #f4f5f229
 def size_bars(models: dict[str, NumParams], title: str) -> go.Figure:
