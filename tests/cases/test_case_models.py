@@ -1,8 +1,9 @@
-"""D, P, R: what ranks share, what a load statistic counts, how a fixed MLP and experts are mixed."""
+"""D, P, R, T: what ranks share, what a load statistic counts, how a fixed MLP and experts are mixed, what recomputation gets again."""
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_lab import MoE
 from moe_lab.cluster.groups import grid
@@ -50,3 +51,25 @@ def test_experts_and_fixed_mlp_are_mixed_in_this_order(dtype):                  
     for logits, want in (([0., 0.], 6.), ([torch.log(torch.tensor(3.)).item(), 0.], 5.)):
         with torch.no_grad(): layer.mix.weight.zero_(); layer.mix.bias.copy_(torch.tensor(logits))
         torch.testing.assert_close(layer(torch.ones(2, 3, dtype=dtype))[0], torch.full((2, 3), want, dtype=dtype), rtol=8e-3, atol=0)
+
+
+def test_a_checkpointed_layer_takes_the_routing_that_was_saved():                      # T01
+    class Drifting(nn.Module):
+        "All experts tied; from the second call on, 1e-7 in favour of others."
+        def __init__(self):
+            super().__init__()
+            self.weight, self.drift, self.calls = nn.Parameter(torch.zeros(4, 6)), torch.arange(4.), 0
+        def forward(self, x):
+            self.calls += 1
+            return x @ self.weight.t() + 1e-7 * (self.calls > 1) * self.drift
+    torch.manual_seed(0)
+    moe, x = MoE(6, 8, 4, 2), torch.randn(20, 6)
+    moe.gate.router = Drifting()
+    def gradients(**options):
+        moe.gate.router.calls = 0
+        y = checkpoint(moe, x, use_reentrant=False, **options)[0] if options else moe(x)[0]
+        return torch.autograd.grad(y.square().sum(), list(moe.parameters()))
+    want = gradients()
+    keep = lambda: create_selective_checkpoint_contexts([torch.ops.moe_lab.softmax_topk.default])
+    assert all(map(torch.equal, gradients(context_fn=keep), want)) and moe.gate.router.calls == 2
+    assert not any(map(torch.equal, gradients(determinism_check="none"), want))       # nobody keeps it: other experts get the gradients
