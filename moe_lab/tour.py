@@ -85,7 +85,7 @@ class Probe:
 def busy() -> str:
     "A warning when other work loads this machine, else an empty string."
     load, cores = os.getloadavg()[0], os.cpu_count()
-    return f"this machine is busy (load {load:.1f} on {cores} cores): the losses hold, the speeds mean nothing" if load > 0.4 * cores else ""
+    return f"this machine is busy (load {load:.1f} on {cores} cores): the losses hold, the speeds mean nothing; one thread may be faster (OMP_NUM_THREADS=1)" if load > 0.4 * cores else ""
 
 def uneven(seconds: list[float]) -> str: # of each step
     "A warning when the slow tenth of the steps took much longer than the median."

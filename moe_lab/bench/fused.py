@@ -140,7 +140,7 @@ def at_home(buf):
     one.view = lambda peer, shape, dtype: buf.view(buf.rank, shape, dtype)
     return one
 
-
+# %% ../../nbs/bench/06_fused.ipynb #10263977
 EMB_SHAPES = ((32, 100_000, 128, 8192, 16), (64, 50_000, 64, 4096, 32), (8, 100_000, 128, 1024, 8))
 
 def bench_embedding(buf, deadline, shapes=EMB_SHAPES, quick=False):

@@ -173,6 +173,7 @@ def _sonic_gather_sums(shapes):
                     found.setdefault(f"gather-sum {D} {sizes['MAX_K']} {given} {weight} {c}", partial(kernel.fn.warmup, *args, grid=(T,), **sizes, **c.all_kwargs()))
     return list(found.items())
 
+# %% ../../nbs/bench/04_grouped.ipynb #4faa2f1c
 def _compile_share(worker, workers, shapes):
     start, n = time.monotonic(), 0
     for name, build in (_sonic_products() + _sonic_gather_sums(shapes))[worker::workers]:
@@ -318,6 +319,7 @@ def _child(shapes, peers, device, out, limit, tuned): # -> shapes that it did no
     print(f"{', '.join(peers)}: the process ended with {child.returncode}", flush=True)
     return left
 
+# %% ../../nbs/bench/04_grouped.ipynb #9d65db7b
 def main(device: str = "cuda", out: str = "runs/bench", quick: bool = False, shapes=None, limit: float = 240., tuned: bool = False, peers=()):
     "All shapes (or those given) against all peers, or in this process those given; small ones on a CPU or with `quick`. tuned: against dense, after `moe_lab.tune` chose our kernels."
     _find_peers()

@@ -116,7 +116,7 @@ def _agree(x, send, group, algo, problem):
 
 # %% ../../nbs/comm/01_alltoall.ipynb #094842cf
 def stride_order(rows: int, cols: int) -> list[int]:
-    "Where each of rows*cols chunks goes when a (rows, cols) table is transposed: j = (i % cols) * rows + i // cols for chunk i."
+    "Where each of `rows*cols` chunks goes when a (rows, cols) table is transposed: `j = (i % cols) * rows + i // cols` for chunk i."
     return [i % cols * rows + i // cols for i in range(rows * cols)]
 
 # %% ../../nbs/comm/01_alltoall.ipynb #202e1771

@@ -100,7 +100,7 @@ def steps(root) -> list[int]:
     found = ((re.fullmatch(r"step-(\d{8})", p.name), p / "extra.json") for p in Path(root).glob("step-*"))
     return sorted(int(m[1]) for m, last in found if m and last.is_file())
 
-
+# %% ../../nbs/comm/05_checkpoint.ipynb #4a10fcb8
 def save(root, # folder that all ranks see
          step: int,
          model: nn.Module,
@@ -240,7 +240,7 @@ def export_safetensors(checkpoint, # a folder step-N
     save_file({k: v.contiguous() for k, v in state.items()}, file)
     return Path(file)
 
-
+# %% ../../nbs/comm/05_checkpoint.ipynb #a1e03743
 def import_safetensors(file, model: nn.Module):
     "Fill a model from a file of `export_safetensors`; every rank reads its own part. Strict, as `load`."
     model, stacked = _names(model)

@@ -222,7 +222,7 @@ def gemm_send(x_WECK, weight_ENK, buf: PeerBuffer, order=(1, 2), slices=0, progr
 
 # %% ../../nbs/comm/04b_fused.ipynb #daabdbe6
 def gemm_few(x_WECK, weight_ENK, buf: PeerBuffer, BN=32, BK=None, stages=None, num_warps=4) -> Tensor:
-    "The fused kernel for few rows, W*C <= 128: (W,E,C,K) by destination -> (W,E,C,N) by source."
+    "The fused kernel for few rows, `W*C <= 128`: (W,E,C,K) by destination -> (W,E,C,N) by source."
     from moe_lab.comm import fused_kernels as k
     (W, E, C, K), N = x_WECK.shape, weight_ENK.shape[1]
     if W * C > FEW: raise ValueError(f"rows of all destinations must be at most {FEW} an expert, got {W * C}")
@@ -307,7 +307,7 @@ def gemm_all_to_all(x_WECK: Tensor, # rows by destination rank and local expert
 
 # %% ../../nbs/comm/04b_fused.ipynb #08794de8
 def embedding_send(table_tVD, index_tBL, buf: PeerBuffer, order=(2, 3), slices=0, programs=None, samples=16, num_warps=4) -> Tensor:
-    "The fused kernel: pooled rows go straight to their owners; (B/W, W*t, D), a view of the receive buffer."
+    "The fused kernel: pooled rows go straight to their owners; `(B/W, W*t, D)`, a view of the receive buffer."
     from moe_lab.comm import fused_kernels as k
     (t, V, D), (_, B, L), W = table_tVD.shape, index_tBL.shape, buf.world
     local = B // W

@@ -317,7 +317,7 @@ def gemv_one_phase(x, w, y, peers, state, err, rank, M, N, K, half, MB: tl.const
 @triton.jit(do_not_specialize=["rank", "half", "x_dest", "x_expert"])
 def gemm_words(x, w, y, peers, state, err, rank, E, C, N, K, x_dest, x_expert, half, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                STAGES: tl.constexpr, W: tl.constexpr):
-    "x as in `gemm_send` with W*C <= BM rows for an expert, w (E, N, K), y (W, E, C, N) by source; 16-bit numbers. Words: (W, E, C, N/2)."
+    "x as in `gemm_send` with `W*C <= BM` rows for an expert, w (E, N, K), y (W, E, C, N) by source; 16-bit numbers. Words: (W, E, C, N/2)."
     epoch = tl.load(state) + 1
     m, k, pair = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BN // 2)
     peer, c, ok = m // C, m % C, m < W * C                      # the peer: where a row goes, later where it is from

@@ -68,7 +68,7 @@ def count_experts(expert: Tensor, # ids, any shape, int64; -1 counts nowhere
 # %% ../../nbs/core/01_types.ipynb #f93081f2
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """A routing in expert order. An assignment is one (token, choice) pair, with flat id t*k + j.
+    """A routing in expert order. An assignment is one (token, choice) pair, with flat id `t*k + j`.
 
     `counts` (E,) int64 rows each expert computes; `offsets` (E+1,) int64, its exclusive prefix sum;
     `order` (T*k,) int64: the assignments in expert order, kept ones first (`offsets[-1]` of them), the rest behind;

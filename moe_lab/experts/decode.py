@@ -21,7 +21,7 @@ from ..routing.gate import renormalize as normalised, softmax, topk
 MAX_TOKENS = 64    # more, and experts in runs of rows (`grouped_moe`) read no more weights and compute less
 
 class DecodePlan(NamedTuple):
-    """Who goes where, for T tokens with k choices among E experts; S = min(E, T*k) slots.
+    """Who goes where, for T tokens with k choices among E experts; `S = min(E, T*k)` slots.
 
     `expert` (T,k) int64, `weight` (T,k), `probs` and `logits` (T,E) as in a `Routing`. `active` (S+1,) int32: the expert of each slot,
     -1 behind the last, then their number. `table` (S,T) int32: the assignments t*k + j to the slot's expert, by token, -1 behind the last (rows of used slots only)."""

@@ -26,7 +26,7 @@ def one_hot(d: Dispatch, # with a capacity C
 
 # %% ../../nbs/experts/01_dispatch.ipynb #6ee69fc2
 def encode_einsum(x_TD: Tensor, d: Dispatch, weight: Tensor | None = None) -> Tensor: # (E*C, D)
-    "Reference for `encode`: a dense product with the one-hot tensor, O(T*E*C*D)."
+    "Reference for `encode`: a dense product with the one-hot tensor, `O(T*E*C*D)`."
     return torch.einsum("tec,td->ecd", one_hot(d, weight).to(x_TD.dtype), x_TD).flatten(0, 1)
 
 # %% ../../nbs/experts/01_dispatch.ipynb #27ec8ab5

@@ -90,7 +90,7 @@ class Advice:
         return dict(tokens=self.tokens, sizes=self.sizes, seconds=self.seconds, plain_seconds=self.plain, exact=one(self.exact), compressed=one(self.compressed), speedup=self.speedup, compress=self.compress,
                     room=None if isinf(self.room) else self.room, why=self.why)
 
-
+# %% ../../nbs/hybrid_ep/09_advice.ipynb #569e61f6
 def advise(model: Model, cluster: Cluster,
            tokens: int, # of a device and micro-batch
            seq: int = 4096,

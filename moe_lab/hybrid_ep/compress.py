@@ -46,7 +46,7 @@ def shared_expert(w: Tensor, # (E, ...) all experts of a layer
     if not len(w): raise ValueError(f"w must hold an expert, got shape {tuple(w.shape)}")
     return w.to(widen(w.dtype)).mean(0).to(w.dtype)
 
-
+# %% ../../nbs/hybrid_ep/03_compress.ipynb #2d73a251
 def encode(w: Tensor, # (E, ...) experts
            shared: Tensor, # (...) what everybody holds
            k: int, # entries of each expert that travel
@@ -65,7 +65,7 @@ def encode(w: Tensor, # (E, ...) experts
     else: index = torch.arange(k, device=w.device).expand(E, k)
     return Residual(r.gather(1, index), index.to(torch.int32), tuple(shared.shape))
 
-
+# %% ../../nbs/hybrid_ep/03_compress.ipynb #25eecebf
 def decode(r: Residual, shared: Tensor) -> Tensor: # (E, ...)
     "SRDecode: shared expert plus residual, scattered in place."
     if tuple(shared.shape) != r.shape: raise ValueError(f"shared must have shape {r.shape}, got {tuple(shared.shape)}")

@@ -96,6 +96,7 @@ def arms(scale: Scale) -> dict[str, Arm]:
     for name in ("exact", f"{first:g}x", f"{first:g}x without shared"): out[name + ", lr 1e-4"] = replace(out[name], lr=1e-4)      # the paper's rate
     return out | {"mean alone": Arm(at(float("inf"))), f"{first:g}x, experts start alike": Arm(at(first), True), "exact, experts start alike": Arm(alike=True)}
 
+# %% ../../nbs/hybrid_ep/07_curves.ipynb #539399d2
 def run(scale: Scale, arm: str, seed: int, corpus: Corpus, out: str | Path, device=None) -> dict:
     """Train one arm with one seed: its training losses in means of 10 steps, and two validation losses [nats a token] at the end:
     `valid` with the owners' weights, `copies` with the copies that were trained on."""

@@ -43,7 +43,7 @@ class Link:
         "A `with` block of one thread whose collectives pass the link."
         return Throttled(self)
 
-
+# %% ../../nbs/hybrid_ep/04_link.ipynb #b7b50bb7
 class Throttled(Wire):
     "Collectives that wait for the bytes they send across a `Link`, then run."
     def __init__(self, link: Link):

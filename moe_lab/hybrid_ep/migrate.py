@@ -206,7 +206,7 @@ class HybridParallel(ExpertParallel):
             return expert_mlp(rows, offsets, w["up"], w["down"], experts.activation, w.get("up_bias"), w.get("down_bias"))
         return to_tokens(travel(to_experts(x_TD, d), d.counts, self.peers, compute), d, r.weight), None
 
-
+# %% ../../nbs/hybrid_ep/05_migrate.ipynb #ea562cec
 def migrate(model: nn.Module) -> nn.Module:
     "Let every forward of `model` begin with sending the experts of all its `HybridParallel` layers, in order."
     migrating = lambda model: [m for m in model.modules() if isinstance(m, MoE) and isinstance(m.exchange, HybridParallel)]

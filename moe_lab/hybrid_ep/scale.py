@@ -46,7 +46,7 @@ class Block:
         if ratio is None: return self.expert * self.experts
         return entries_for_ratio(int(self.expert / BYTES), ratio, BYTES) * (BYTES + 4.) * self.experts
 
-
+# %% ../../nbs/hybrid_ep/08_scale.ipynb #7aa3affc
 def timelines(b: Block, cluster: Cluster, d: Domains, ratio: float | None = None, degree: int = 1, algo: str = "linear",
              ) -> tuple[Timeline, Timeline]:
     "Forward and backward of a block whose experts are spread over `d.sizes` devices at each level (at most the cluster's); `degree` and `algo` of the token exchange as Tutel's."

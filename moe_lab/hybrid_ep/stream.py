@@ -49,7 +49,7 @@ def gather_seconds(w: Workload, p): # p in [0, 1], a number or tensor
 
 # %% ../../nbs/hybrid_ep/01_stream.ipynb #d96222a6
 def latency(w: Workload, p): # p in [0, 1], a number or tensor
-    "Forward latency of the block at share p, expert compute aside [s] (eq. 10; n*Lat_Ep cancels between eqs. 2 and 7)."
+    "Forward latency of the block at share p, expert compute aside [s] (eq. 10; `n*Lat_Ep` cancels between eqs. 2 and 7)."
     ag = gather_seconds(w, p)
     longest = torch.clamp(ag, min=w.pre_expert) if isinstance(ag, torch.Tensor) else max(ag, w.pre_expert)
     return longest + 2 * a2a_seconds(w, p)

@@ -105,7 +105,7 @@ def einsum_work(T: int = 64, D: int = 16, E: int = 16) -> list[float]: # [FLOPs 
     return [counted.get_total_flops() / (2 * T * C * D), 1 - (mask.sum(2) > 0).float().mean().item()]
 
 def encode_work(T: int = 64, D: int = 16, E: int = 8, k: int = 2) -> float:
-    "T times the work of moving T*k rows over that of the dispatch product, f = 1: 1 when the saving is T."
+    "T times the work of moving `T*k` rows over that of the dispatch product, f = 1: 1 when the saving is T."
     C = k * T // E
     with FlopCounterMode(display=False) as counted: torch.einsum("tec,td->ecd", torch.zeros(T, E, C), torch.ones(T, D))
     return T * 2 * T * k * D / counted.get_total_flops()
@@ -253,7 +253,7 @@ def traffic_growth(factor: int = 4) -> list[float]: # [HybridEP at p = 0, expert
     return [sent(s, factor * 1e7) / sent(s, 1e7) for s in (8, 1)]
 
 def p_stars(*cases: str) -> list[float]:
-    "p* of rows of Table IV by the paper's own formula."
+    "`p*` of rows of Table IV by the paper's own formula."
     rows = {r["case"]: {k: float(v) for k, v in r.items() if k in ("G", "B_gbps", "lat_pe_ms", "D_MB", "P_E_MB")} for r in table_rows("hybridep_table4")}
     return [best_p(Workload(r["D_MB"] * 1e6, r["P_E_MB"] * 1e6, int(r["G"]), r["B_gbps"] * 1e9 / 8, r["lat_pe_ms"] * 1e-3)) for r in (rows[c] for c in cases)]
 

@@ -169,7 +169,7 @@ class Gumbel(Noise):
 
 @dataclass(frozen=True)
 class RandomSecond(Noise):
-    "The second expert is used with probability min(1, 2*weight) (GShard, arXiv 2006.16668, algorithm 1)."
+    "The second expert is used with probability `min(1, 2*weight)` (GShard, arXiv 2006.16668, algorithm 1)."
     def on_choice(self, expert, weight):
         out = expert.clone()
         out[:, 1] = torch.where(2 * weight[:, 1] > torch.rand_like(weight[:, 1]), expert[:, 1], -1)
@@ -269,6 +269,26 @@ def _check_options(gate):
         if isinstance(n, Gumbel) and (gate.groups or gate.bias is not None): raise ValueError("Gumbel noise acts on logits; it cannot be joined with groups or bias")
 
 # %% ../../nbs/routing/01_gate.ipynb #447f60f2
+def _check_reuse(gate, x, expert, noise):
+    if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
+    if expert.shape != (len(x), gate.top_k): raise ValueError(f"expert must be ({len(x)}, top_k={gate.top_k}), got {tuple(expert.shape)}")
+    if expert.numel() and may_look(expert):
+        ids = expert.sort(1).values
+        if ids[:, 0].min() < -1 or ids[:, -1].max() >= gate.num_experts: raise ValueError(f"expert must lie in [-1, {gate.num_experts}), got {int(ids.min())} to {int(ids.max())}")
+        twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1).nonzero()
+        if len(twice): raise ValueError(f"expert must name a token's experts once each, got {expert[twice[0, 0]].tolist()} for token {int(twice[0, 0])}")
+    if any(isinstance(n, RandomSecond) for n in noise):
+        raise ValueError("expert cannot be given to a gate with RandomSecond noise: a second expert that was not used left no id")
+
+# %% ../../nbs/routing/01_gate.ipynb #e84545b6
+def _weigh(gate, logits, scores, keys, expert):
+    ids = expert.clamp(min=0)
+    none = (expert < 0) | (keys.gather(1, ids) == -math.inf)
+    if gate.score_first or gate.score == "sigmoid": weight = scores.gather(1, ids).masked_fill(none, 0.)
+    else: weight = softmax(logits.gather(1, ids).masked_fill(none, -math.inf))
+    return renormalize(weight) if gate.renormalize else weight
+
+# %% ../../nbs/routing/01_gate.ipynb #7522c747
 class TopKGate(nn.Module):
     """Each token's k best experts: (T,D) -> `Routing`.
 
@@ -310,35 +330,17 @@ class TopKGate(nn.Module):
         if self.groups: keys = limit_groups(keys, self.groups, self.keep_groups)
         return _fill(keys, _not_finite(logits), -math.inf)
 
-    def _weigh(self, logits, scores, keys, expert):
-        ids = expert.clamp(min=0)
-        none = (expert < 0) | (keys.gather(1, ids) == -math.inf)
-        if self.score_first or self.score == "sigmoid": weight = scores.gather(1, ids).masked_fill(none, 0.)
-        else: weight = softmax(logits.gather(1, ids).masked_fill(none, -math.inf))
-        return renormalize(weight) if self.renormalize else weight
-
     def _choose(self, logits, expert, noise, mask):
         scores = _scores[self.score](logits)
         keys, chosen = self._keys(logits, scores), expert
         if expert is None:
             for n in noise: keys = n.on_keys(keys)
             chosen = topk(keys, self.top_k)[1]
-        weight = self._weigh(logits, scores, keys, chosen)
+        weight = _weigh(self, logits, scores, keys, chosen)
         if expert is None:
             for n in noise: chosen = n.on_choice(chosen, weight)
             weight = weight.masked_fill(chosen < 0, 0.)
         return scores, chosen, weight
-
-    def _check_reuse(self, x, expert, noise):
-        if expert.dtype != torch.int64: raise TypeError(f"expert must be int64, got {expert.dtype}")
-        if expert.shape != (len(x), self.top_k): raise ValueError(f"expert must be ({len(x)}, top_k={self.top_k}), got {tuple(expert.shape)}")
-        if expert.numel() and may_look(expert):
-            ids = expert.sort(1).values
-            if ids[:, 0].min() < -1 or ids[:, -1].max() >= self.num_experts: raise ValueError(f"expert must lie in [-1, {self.num_experts}), got {int(ids.min())} to {int(ids.max())}")
-            twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1).nonzero()
-            if len(twice): raise ValueError(f"expert must name a token's experts once each, got {expert[twice[0, 0]].tolist()} for token {int(twice[0, 0])}")
-        if any(isinstance(n, RandomSecond) for n in noise):
-            raise ValueError("expert cannot be given to a gate with RandomSecond noise: a second expert that was not used left no id")
 
     def forward(self, x: Tensor, # (T,D)
                 mask: Tensor | None = None, # (T,) bool, False = padding: no expert, no weight, no part in a loss
@@ -346,7 +348,7 @@ class TopKGate(nn.Module):
                ) -> Routing:
         x = _check_input(x, mask, self.d_model)
         noise = self.noise if self.training else ()
-        if expert is not None: self._check_reuse(x, expert, noise)
+        if expert is not None: _check_reuse(self, x, expert, noise)
         for n in noise: x = n.on_input(x)
         with torch.autocast(x.device.type, enabled=False):
             logits = noisy = self.router(x)

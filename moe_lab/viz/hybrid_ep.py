@@ -111,7 +111,7 @@ def domain_map(sizes: tuple, # children of each level, outside in
 def p_and_domain(gpus: int = 16, tokens_MB: float = 16., experts_MB: float = 4., hidden_ms: float = .5, # of a GPU: D, P_E, and Lat_PE to hide behind
                  rates: tuple = (1, 10, 25, 50, 100, 200, 400, 800), # slider: bandwidth of a GPU [Gb/s]
                 ) -> go.Figure:
-    "p* over bandwidth and token bytes with one cluster marked, and below it which pairs of its GPUs exchange what in the best domain."
+    "`p*` over bandwidth and token bytes with one cluster marked, and below it which pairs of its GPUs exchange what in the best domain."
     work = lambda Gbps, MB: Workload(MB * 1e6, experts_MB * 1e6, gpus, Gbps * 1e9 / 8, hidden_ms / 1e3)
     xs, ys = torch.logspace(-.3, 3, 24).tolist(), torch.logspace(0, 3, 22).tolist()
     heat = go.Heatmap(x=xs, y=ys, z=[[round(best_p(work(x, y)), 3) for x in xs] for y in ys], zmin=0, zmax=1, colorscale="Cividis",
