@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_lab import MoE, Routing, TopKGate
 from moe_lab.experts.activation import ACTIVATIONS, get_activation
-from moe_lab.experts.layer import Experts, Local
+from moe_lab.experts.layer import _Activate, Experts, Local
 from moe_lab.routing.expert_choice import ExpertChoiceGate
 from moe_lab.routing.gate import Gaussian
 
@@ -186,6 +186,16 @@ def test_strided_input(factor):  # K08
     moe = MoE(8, 8, 4, capacity_factor=factor)
     for x in (torch.randn(3, 16)[:, ::2], torch.randn(8, 3).t(), torch.randn(1, 8).expand(3, 8), torch.randn(2, 6, 8).transpose(0, 1)):
         torch.testing.assert_close(moe(x)[0], moe(x.contiguous())[0])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_activations_have_the_same_gradient(name, dtype):  # T03; PyTorch 2.11 gave another without a word
+    torch._dynamo.reset()
+    pre = torch.randn(5, 16, dtype=dtype, requires_grad=True)
+    plain = lambda p: _Activate.apply(p, name)
+    want, got = (torch.autograd.grad(f(pre).square().sum(), pre)[0] for f in (plain, torch.compile(plain, fullgraph=True, backend="eager")))
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("factor, sizes", [(None, (5, 7, 0)), (1.25, (5, 7))])

@@ -29,20 +29,23 @@ class Activation(NamedTuple):
     backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # %% ../../nbs/experts/00_activation.ipynb #bea1573b
-def _wide(t): return t.to(widen(t.dtype))
+# PyTorch 2.11 compiles an autograd.Function whose result shares memory with another tensor of its forward to a wrong gradient: no empty cast, and nothing in place there.
+def _cast(t, dtype): return t if t.dtype == dtype else t.to(dtype)
+def _times(a, b): return a * b if torch.compiler.is_compiling() else a.mul_(b)
+def _wide(t): return _cast(t, widen(t.dtype))
 def _gate_up(pre): return _wide(pre).chunk(2, -1)
 
 # %% ../../nbs/experts/00_activation.ipynb #fffff50f
 def _swiglu(pre):
     g, u = _gate_up(pre)
-    return nnf.silu(g).mul_(u).to(pre.dtype)
+    return _cast(_times(nnf.silu(g), u), pre.dtype)
 
 def _gated_backward(pre, dh, parts): # g -> (value, derivative) of what the gate goes through
     "In place where it can be: fresh memory costs as much as the arithmetic."
     (g, u), dh = _gate_up(pre), _wide(dh)
     a, da = parts(g)
     d_pre = torch.cat([da.mul_(u).mul_(dh), dh * a], -1)
-    return a.mul_(u).to(pre.dtype), d_pre.to(pre.dtype)
+    return _cast(a.mul_(u), pre.dtype), _cast(d_pre, pre.dtype)
 
 def _silu_parts(g):
     s = torch.sigmoid(g)
@@ -59,15 +62,15 @@ def _gelu_backward(pre, dh): return nnf.gelu(pre), aten.gelu_backward(dh, pre)
 # %% ../../nbs/experts/00_activation.ipynb #fa85205c
 def _geglu(pre):
     g, u = _gate_up(pre)
-    return nnf.gelu(g).mul_(u).to(pre.dtype)
+    return _cast(_times(nnf.gelu(g), u), pre.dtype)
 
 def _geglu_backward(pre, dh): return _gated_backward(pre, dh, lambda g: (nnf.gelu(g), aten.gelu_backward(torch.ones_like(g), g)))
 
 # %% ../../nbs/experts/00_activation.ipynb #f499cd94
-def _relu2(pre): return (_wide(pre).clamp(min=0) ** 2).to(pre.dtype)
+def _relu2(pre): return _cast(_wide(pre).clamp(min=0) ** 2, pre.dtype)
 def _relu2_backward(pre, dh):
     p = _wide(pre).clamp(min=0)
-    return (p ** 2).to(pre.dtype), (2 * p * _wide(dh)).to(pre.dtype)
+    return _cast(p ** 2, pre.dtype), _cast(2 * p * _wide(dh), pre.dtype)
 
 # %% ../../nbs/experts/00_activation.ipynb #426dcb1e
 def _relu(pre): return pre.clamp(min=0)
@@ -80,14 +83,14 @@ def _silu_backward(pre, dh): return nnf.silu(pre), aten.silu_backward(dh, pre)
 def _oai(pre):
     g, u = _gate_up(pre)
     g, u = g.clamp(max=7.), u.clamp(-7., 7.)
-    return ((u + 1) * g * torch.sigmoid(1.702 * g)).to(pre.dtype)
+    return _cast((u + 1) * g * torch.sigmoid(1.702 * g), pre.dtype)
 
 def _oai_backward(pre, dh):
     (g0, u0), dh = _gate_up(pre), _wide(dh)
     g, u = g0.clamp(max=7.), u0.clamp(-7., 7.)
     s = torch.sigmoid(1.702 * g)
     dg = dh * (u + 1) * s * (1 + 1.702 * g * (1 - s)) * (g0 <= 7.)
-    return ((u + 1) * g * s).to(pre.dtype), torch.cat([dg, dh * g * s * (u0.abs() <= 7.)], -1).to(pre.dtype)
+    return _cast((u + 1) * g * s, pre.dtype), _cast(torch.cat([dg, dh * g * s * (u0.abs() <= 7.)], -1), pre.dtype)
 
 # %% ../../nbs/experts/00_activation.ipynb #d7223296
 ACTIVATIONS = {
