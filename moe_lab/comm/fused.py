@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..cluster.launch import NO_MULTICAST
 from .fused_protocol import even_programs, tile_order
-from ..core.arguments import whole
+from ..core.arguments import check_choice, whole
 from ..core.backend import current, may_look
 
 # %% ../../nbs/comm/04b_fused.ipynb #782b60a9
@@ -131,7 +131,6 @@ def _warn_once(why): warnings.warn(f"fused operator falls back to compute-then-c
 
 @lru_cache(4096)
 def _decide(op, overlap, device, w_device, dtype, x_shape, w_shape, group, backend):
-    if overlap not in OVERLAPS: raise ValueError(f"overlap must be one of {OVERLAPS}, got {overlap!r}")
     if overlap == "none" or _world(group) == 1 or backend == "torch" or 0 in x_shape + w_shape: return "none"
     if w_device != device or device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(f"both tensors must be on this rank's current device, got {device} and {w_device}")
@@ -143,6 +142,7 @@ def _decide(op, overlap, device, w_device, dtype, x_shape, w_shape, group, backe
 
 def _choose(op: str, overlap: str, x: Tensor, w: Tensor, group) -> str:
     "The overlap that will run."
+    check_choice("overlap", overlap, OVERLAPS)
     return _decide(op, overlap, x.device, w.device, x.dtype, x.shape, w.shape, group or (dist.group.WORLD if dist.is_initialized() else None), current())
 
 def _words_fit(buf, words):

@@ -9,6 +9,7 @@ __all__ = ['WAYS', 'DLRM', 'dlrm_cluster', 'dlrm_seconds', 'dlrm_step', 'dlrm_sk
 from dataclasses import dataclass
 
 from ..cluster.topology import a100
+from ..core.arguments import check_choice, whole
 from ..core.types import Cluster, Level
 from .events import Op, Timeline, simulate
 from .step import gemm_back_seconds, gemm_seconds, stream_seconds
@@ -23,6 +24,14 @@ class DLRM:
     width: int = 128
     bottom: tuple[int, ...] = (13, 512, 256, 128)
     top: tuple[int, ...] = (1024, 1024, 512, 256, 1)
+
+    def __post_init__(self):
+        for name in ("batch", "tables", "rows", "width"): whole(getattr(self, name), name)
+        for name, least in (("bottom", 2), ("top", 1)):
+            widths = getattr(self, name)
+            if len(widths) < least: raise ValueError(f"{name} must have at least {least} widths, got {widths}")
+            for w in widths: whole(w, f"a width of {name}")
+        if self.bottom[-1] != self.width: raise ValueError(f"bottom must end with width ({self.width}): its vector meets those of the tables, got {self.bottom}")
 
 
 def dlrm_cluster(nodes: int = 128, bandwidth: float = 25e9) -> Cluster: # [B/s] of each node's port
@@ -53,7 +62,7 @@ def dlrm_step(m: DLRM, cluster: Cluster, how: str, # one of WAYS
               every_node: bool = False, # simulate all nodes also where they are all alike
              ) -> Timeline:
     "One training step. `ready.r` ends when node r has all its pooled rows. Where all nodes are alike, node 0 stands for all."
-    if how not in WAYS: raise ValueError(f"how must be one of {WAYS}, got {how!r}")
+    check_choice("how", how, WAYS)
     n, l, launch, t = cluster.num_devices, cluster.levels[0], cluster.device.launch, dlrm_seconds(m, cluster)
     nodes = range(n) if every_node or how == "natural order" else range(1)
     both = lambda r, s: {("out", r): s, ("in", r): s}
@@ -85,5 +94,6 @@ def dlrm_skew(m: DLRM, cluster: Cluster, how: str) -> float: # [% of the step]
 
 def dlrm_cut(m: DLRM, cluster: Cluster, part: str = "step") -> float: # [%]
     "What fusing with remote first takes off the step, or off its 'lookups' with their exchange."
+    check_choice("part", part, ("step", "lookups"))
     ends = [t.seconds if part == "step" else t["ready.0"][1] - t["bottom.0"][1] for t in (dlrm_step(m, cluster, how) for how in ("in turn", "remote first"))]
     return 100 * (1 - ends[1] / ends[0])

@@ -12,6 +12,7 @@ import heapq, re
 import plotly.graph_objects as go
 
 from ..comm.fused_protocol import tile_order
+from ..core.arguments import whole
 from ..sim.dlrm import DLRM, WAYS, dlrm_cluster, dlrm_cut, dlrm_step
 from .render import sweep
 
@@ -22,6 +23,8 @@ def timeline(order: tuple[int, int], # (r, p): r of every p tiles are remote
              slices: int = 4, # flags on the way: the peer reads a slice when all of it is there
             ) -> list[tuple]: # (lane, start, end, kind): programs 0.., link -1, peer -2; kind own, remote, wait, send or read
     "One rank's tiles in time, by the rule of `tile_order`."
+    whole(programs, "programs")
+    if whole(tiles, "tiles") % whole(slices, "slices"): raise ValueError(f"tiles must be a multiple of slices ({slices}), got {tiles}")
     sequence, out, per = tile_order(0, 2, tiles, *order), [], tiles // slices
     link, left = 0., [0.] * programs
     ready = [(0., p) for p in range(programs)]
