@@ -175,7 +175,8 @@ def smalldocs(work):
     config = {}
     for f in (ROOT / "_quarto.yml", NBS / "nbdev.yml", NBS / "sidebar.yml"): config = merge(config, yaml.safe_load(f.read_text()))
     config["project"] = dict(type="website", render=["**/*.ipynb"]) | {"output-dir": "_docs"}
-    del config["execute"], config["format"]["html"]["html-math-method"]     # smalldocs runs no code; `mathml` below
+    del config["execute"]                                                   # smalldocs runs no code, and follows the reader's scheme
+    for key in ("html-math-method", "respect-user-color-scheme", "grid"): del config["format"]["html"][key]     # `mathml` below; styles.css
     (work / "_quarto.yml").write_text(yaml.safe_dump(renamed(config, names)))
     site = build(work, quiet=True)
     for w in site.warnings:

@@ -102,7 +102,7 @@ def test_page(site, page, name):                                                
 def test_reference_names_everything_public(docs):
     "Every public function and class, with its signature and a link to the very place."
     html = (docs / "reference.html").read_text()
-    listed = {(unescape(href), name): unescape(re.sub("<[^>]*>", "", code))
+    listed = {(unescape(href).removeprefix("./"), name): unescape(re.sub("<[^>]*>", "", code))
               for href, name, code in re.findall(r'<li>(?:<p>)?<a href="([^"]+)"[^>]*><code>([^<]*)</code></a> <code>(.*?)</code>', html, re.S)}
     public = {}
     for p in sorted((ROOT / "moe_lab").rglob("*.py")):
