@@ -62,7 +62,19 @@ def fields(element_ty, *shape, init=core.block_type.__init__):
     return vars(block)
 
 
-def block_type(self, element_ty, shape): vars(self).update(fields(element_ty, *core._unwrap_if_constexpr(shape)))
+def block_type(self, element_ty, shape): vars(self).update(fields(element_ty, *map(unwrap, getattr(shape, "values", shape))))
+
+
+@cache
+def holds(kind): return issubclass(kind, (list, tuple, core.tuple, core.constexpr))
+
+
+def unwrap(o, slowly=core._unwrap_if_constexpr): return slowly(o) if holds(type(o)) else o
+
+
+def broadcast(self, a, b, slowly=I.TritonSemantic.broadcast_impl_value):
+    alike = a.type.shape.values == b.type.shape.values if a.type.is_block() and b.type.is_block() else not (a.type.is_block() or b.type.is_block())
+    return (a, b) if alike else slowly(self, a, b)
 
 
 slowly = cache(I._get_np_dtype)
@@ -72,3 +84,4 @@ def np_dtype(t): return slowly(t.element_ty if t.is_block() else t)
 I.GridExecutor.__call__, I.InterpretedFunction.__call__, I.ReduceOps.apply_impl = launch, device_function, reduce
 I.interpreter_builder.options = replace(I.interpreter_builder.options, sanitize_overflow=False)
 I._patch_builtin, core.tensor.__init__, core.block_type.__init__, I._get_np_dtype = patch, tensor, block_type, np_dtype
+core._unwrap_if_constexpr, I.TritonSemantic.broadcast_impl_value = unwrap, broadcast
