@@ -91,6 +91,8 @@ def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and outp
     "Both losses of each token from features, holding about six (T, chunk) tensors at a time and none of (T, V); differentiable in h and W. A token outside the vocabulary: ValueError, on a GPU a cross-entropy of nan."
     if len(W_VD) != len(W_teacher_VD): raise ValueError(f"student and teacher must share a vocabulary, got {len(W_VD)} and {len(W_teacher_VD)} tokens")
     if not len(h_TD) == len(y_T) == len(teacher_TD): raise ValueError(f"student, targets and teacher must have as many tokens, got {len(h_TD)}, {len(y_T)} and {len(teacher_TD)}")
+    for h, W, who in ((h_TD, W_VD, "student"), (teacher_TD, W_teacher_VD, "teacher")):
+        if h.shape[1] != W.shape[1]: raise ValueError(f"features and output weights of the {who} must be of one width, got {h.shape[1]} and {W.shape[1]}")
     V = len(W_VD)
     if may_look(y_T) and bool(((y_T < 0) | (y_T >= V)).any()): raise ValueError(f"y_T must be tokens of the vocabulary, in [0, {V - 1}], got {y_T.min().item()} to {y_T.max().item()}")
     whole(chunk, "chunk"); _positive(temperature)

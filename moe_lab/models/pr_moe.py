@@ -41,7 +41,7 @@ def pyramid(num_layers: int,
     "PR-MoE's pyramid: the last `wide` MoE layers hold `top` experts, the others `base`."
     m = whole(num_layers, "num_layers") // whole(n, "n")
     if whole(wide, "wide", 0) > m: raise ValueError(f"wide must be in [0, {m}], the number of MoE layers, got {wide}")
-    return spread([base] * (m - wide) + [top] * wide, num_layers, n)
+    return spread([whole(base, "base", 0)] * (m - wide) + [whole(top, "top", 0)] * wide, num_layers, n)
 
 # %% ../../nbs/models/04_pr_moe.ipynb #ca3fd5e8
 def half(experts: Sequence[int], which: str) -> tuple[int, ...]:

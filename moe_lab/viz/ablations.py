@@ -77,8 +77,8 @@ def curves(experiment: str, results: dict | None = None, n: int = 25) -> go.Figu
         fig.add_scatter(x=x + x[::-1], y=rounded([max(v) for v in lead[arm]] + [min(v) for v in lead[arm][::-1]]), mode="lines", line_width=0, fill="toself", opacity=0.3, hoverinfo="skip", **lower)
         fig.add_scatter(x=x, y=rounded(mean(lead[arm])), mode="lines", hovertemplate=arm + ", step %{x}: %{y:+.3f}<extra></extra>", **lower)
         fig.add_scatter(x=[step for step, _ in runs[0]["curve"][1:]], y=rounded(mean(valid[arm])), mode="markers", marker_size=8, hovertemplate=arm + ", validation, step %{x}: %{y:+.3f}<extra></extra>", **lower)
-    fig.update_annotations(x=0, xanchor="left", xshift=-30, align="left", font_size=12).update_xaxes(title_text="step", row=2, col=1).update_yaxes(zeroline=True, zerolinewidth=2, zerolinecolor="#808080", row=2, col=1)
-    return fig.update_layout(title=dict(text="Losses on the way", y=1, yanchor="top", pad_t=12), height=560, margin_t=80, legend=dict(y=-0.14, yanchor="top"))
+    fig.update_annotations(x=0, xanchor="left", xshift=-30, align="left", font_size=12).update_xaxes(tickprefix="step ", row=2, col=1).update_yaxes(zeroline=True, zerolinewidth=2, zerolinecolor="#808080", row=2, col=1)
+    return fig.update_layout(title=dict(text="Losses on the way", y=1, yanchor="top", pad_t=12), height=560, margin_t=80, legend=dict(y=-0.1, yanchor="top"))
 
 # %% ../../nbs/viz/03a_ablations.ipynb #f4f5f229
 def size_bars(models: dict[str, NumParams], title: str) -> go.Figure:
