@@ -178,7 +178,7 @@ def page(title: str, parts: list, footer: str = "") -> str: # parts: HTML, or (n
     for p in parts:
         if isinstance(p, str): body.append(p); continue
         name, fig = p
-        fig = go.Figure(fig).update_layout(template=template, title=None, legend=dict(orientation="h", y=-.2, yanchor="top"))      # a heading says the title: on a telephone they would lie on legend and buttons
+        fig = go.Figure(fig).update_layout(template=template, title=None, legend=dict(orientation="h", y=-.3, yanchor="top"))      # a heading says the title: on a telephone they would lie on legend and buttons
         body.append(pio.to_html(fig, full_html=False, include_plotlyjs=False, div_id=name, auto_play=False, default_height="460px", config=dict(responsive=True, displaylogo=False)))
     colours = "".join(f".e{i} {{ background: {c}59; border-radius: 3px }} " for i, c in enumerate(COLORS))
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
