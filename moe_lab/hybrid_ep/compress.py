@@ -111,12 +111,13 @@ def sr_product(x: Tensor, # (R, K) rows in expert order
     at = offsets.tolist()
     if len(at) != len(r.index) + 1 or at[0] != 0 or at[-1] != len(x) or at != sorted(at):
         raise ValueError(f"offsets must be {len(r.index) + 1} rising entries from 0 to the {len(x)} rows, got {short(at)}")
-    parts = [x.new_zeros(0, N)]                                                # no expert, no row
+    wide = widen(x.dtype)                                                      # a GPU multiplies no sparse bfloat16
+    parts = [x.new_zeros(0, N, dtype=wide)]                                    # no expert, no row
     for e, (lo, hi) in enumerate(zip(at, at[1:])):
         index = r.index[e].long()
-        sparse = torch.sparse_coo_tensor(torch.stack([index // K, index % K]), r.value[e], (N, K), is_coalesced=True, check_invariants=False)
-        parts.append(torch.sparse.mm(sparse, x[lo:hi].t()).t())
-    return x @ shared.t() + torch.cat(parts)
+        sparse = torch.sparse_coo_tensor(torch.stack([index // K, index % K]), r.value[e].to(wide), (N, K), is_coalesced=True, check_invariants=False)
+        parts.append(torch.sparse.mm(sparse, x[lo:hi].t().to(wide)).t())
+    return x @ shared.t() + torch.cat(parts).to(x.dtype)
 
 # %% ../../nbs/hybrid_ep/03_compress.ipynb #11adac7f
 @dataclass(frozen=True)
