@@ -58,3 +58,10 @@ def test_a_benchmark_says_what_it_does_not_show(page):
 
 def test_every_listed_page_is_there():
     for page in [*PLUMBING, *SYSTEMS, *PAPERS]: assert (NBS / f"{page}.ipynb").is_file(), page
+
+
+def test_hidden_text_is_markdown_in_every_renderer():
+    "A blank line ends the HTML of a summary: without it smalldocs and JupyterLab show backticks, dollars and links as typed; Quarto does not."
+    prose = [(name(p), c.source) for p in sorted(NBS.rglob("[!_.]*.ipynb")) if ".ipynb_checkpoints" not in p.parts for c in nbformat.read(p, as_version=4).cells if c.cell_type == "markdown"]
+    assert sum("<details>" in s for _, s in prose) > 50
+    assert [(page, m[0]) for page, s in prose for m in re.finditer(r".*</summary>(?!\n\n).*|.*\S.*</details>", s)] == []
