@@ -88,7 +88,7 @@ def test_page(site, page, name):                                                
     for figure in page.locator(".plotly-graph-div:has(.slider-container)").all():
         assert move_slider(page, figure), f"the slider of {figure.get_attribute('id')} changes nothing"
     text = page.evaluate("""() => { const m = document.querySelector('main').cloneNode(true);
-        m.querySelectorAll('pre, code, script, style').forEach(e => e.remove()); return m.textContent }""")
+        m.querySelectorAll('pre, code, script, style, annotation').forEach(e => e.remove()); return m.textContent }""")
     assert not re.search(r"\\(frac|sum|text|mathbb|begin)\b|\$\$|\{#(eq|fig|tbl)-|@(eq|fig|tbl)-|Unable to display output", text)
     assert crowded(page) == []
     page.set_viewport_size(dict(width=390, height=800))
