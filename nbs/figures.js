@@ -40,6 +40,13 @@
       if (type === "log" && _length < 200) change[`${k}.dtick`] = 1;
       if (ticktext && tickangle !== -90) change[`${k}.tickfont.size`] = Math.max(7, Math.min(12, 1.2 * _length / ticktext.length));
     }
+    first.notes ??= (L.annotations ?? []).map(a => a.font.size);
+    (L.annotations ?? []).forEach((a, i) => {         // names of the parts of a figure: centred on a part, they stay inside the whole
+      if (a.xref !== "paper" || a.showarrow || a.xanchor !== "center") return;
+      const middle = L._size.l + a.x * L._size.w, room = 2 * Math.min(middle, width - middle) - 4;
+      pen.font = `${first.notes[i]}px ${a.font.family}`;
+      change[`annotations[${i}].font.size`] = first.notes[i] * Math.min(1, room / Math.max(...a.text.split("<br>").map(t => pen.measureText(t).width)));
+    });
     if (first.title) change["title.text"] = title(shown);
     if (L.showlegend && L.legend.orientation === "h") Object.assign(change, {"legend.y": 1.02, "legend.yanchor": "bottom"});
     if (g.layout.sliders) change["sliders[0].pad"] = {...first.pad};
