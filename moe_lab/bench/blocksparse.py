@@ -47,7 +47,9 @@ def problem(product: str, # of PAPER or LAYER
     }[product]
     return ours, lambda: torch.bmm(a, b), form, lambda e: a[e].double() @ b[e].double()
 
-def difference(x, y): return float((x.double() - y.double()).norm() / y.double().norm())
+def difference(x, y):
+    "Norm of x - y over that of y."
+    return float((x.double() - y.double()).norm() / y.double().norm())
 
 # %% ../../nbs/bench/03_blocksparse.ipynb #a9d18e5a
 def _poison(f):

@@ -23,6 +23,7 @@ def _phi(x): return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 @triton.jit
 def act_forward(g, u, ACT: tl.constexpr):
+    "The activation ACT of gate values g and, where it is gated, up values u."
     if ACT == "swiglu": h = g * tl.sigmoid(g) * u
     elif ACT == "geglu": h = g * _phi(g) * u
     elif ACT == "gelu": h = g * _phi(g)
@@ -284,7 +285,9 @@ def fit(config, itemsize, shared):
     return {**config, "num_stages": stages}
 
 # %% ../../nbs/experts/03b_row_kernels.ipynb #9a9d48a6
-def box(t, block): return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+def box(t, block):
+    "Descriptor of the tensor t for loads and stores of whole blocks."
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
 
 def rows_product(a, w, out, tiles, config, *, w_nk, order=None, choices=0, act=None, halves=1, pre=None, bias=None, scale=None):
     "out[r] = scale * act(a[row(r)] @ w[e] + bias[e]); see `_rows_kernel`."

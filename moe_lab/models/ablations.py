@@ -94,7 +94,9 @@ def texts(name: str) -> tuple[Corpus, Corpus]: # 'cpu' or 'gpu' -> text to train
     return main, load_corpus(python_sources("sympy.physics" if name == "cpu" else "sympy"), tokenizer=main.tokenizer)
 
 # %% ../../nbs/models/07_ablations.ipynb #b412fe45
-def folder(arm: Arm, out: str | Path) -> Path: return Path(out) / hashlib.sha256(repr(arm).encode()).hexdigest()[:16]
+def folder(arm: Arm, out: str | Path) -> Path:
+    "Where an arm's runs are kept below `out`: a name of its own for every setting."
+    return Path(out) / hashlib.sha256(repr(arm).encode()).hexdigest()[:16]
 
 def freeze_experts(model) -> None:
     "Routers and experts stay as they are; everything else learns."

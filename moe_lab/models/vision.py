@@ -31,10 +31,12 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]: # train x (N,8,8), y (N,)
 
 # %% ../../nbs/models/08_vision.ipynb #400069e0
 def to_windows(x_BHWD: Tensor, w: int) -> Tensor: # (B*windows, w*w, D)
+    "Maps cut into windows of w x w pixels; w divides H and W."
     B, H, W, D = x_BHWD.shape
     return x_BHWD.view(B, H // w, w, W // w, w, D).transpose(2, 3).reshape(-1, w * w, D)
 
 def from_windows(y: Tensor, w: int, H: int, W: int) -> Tensor: # (B,H,W,D)
+    "The reverse of `to_windows`."
     D = y.shape[-1]
     return y.view(-1, H // w, W // w, w, w, D).transpose(2, 3).reshape(-1, H, W, D)
 

@@ -269,8 +269,14 @@ def broadcast_phases(cluster: Cluster, bytes: float, group=None) -> list[Phase]:
     return [Phase("broadcast", fixed, load, sent, count)]
 
 # %% ../../nbs/sim/02_collectives.ipynb #4c0d8c4c
-def all_gather(cluster, bytes, algo="hierarchical", group=None): return seconds(all_gather_phases(cluster, bytes, algo, group))
+def all_gather(cluster, bytes, algo="hierarchical", group=None):
+    "Time of an all-gather on an idle cluster [s]; arguments as `all_gather_phases`."
+    return seconds(all_gather_phases(cluster, bytes, algo, group))
 
-def all_reduce(cluster, bytes, algo="hierarchical", group=None): return seconds(all_reduce_phases(cluster, bytes, algo, group))
+def all_reduce(cluster, bytes, algo="hierarchical", group=None):
+    "Time of an all-reduce on an idle cluster [s]; arguments as `all_reduce_phases`."
+    return seconds(all_reduce_phases(cluster, bytes, algo, group))
 
-def broadcast(cluster, bytes, group=None): return seconds(broadcast_phases(cluster, bytes, group))
+def broadcast(cluster, bytes, group=None):
+    "Time of a broadcast on an idle cluster [s]; arguments as `broadcast_phases`."
+    return seconds(broadcast_phases(cluster, bytes, group))
