@@ -59,6 +59,13 @@ ENTRIES = [
     ("6 one token's sum in registers", "decode step", "a program sums its columns over all chosen experts, no partial sums, no atomics; attention in stretches of 64 tokens: 949 us -> 840", "871 us", "-", "most of it; 64 % of the copy bandwidth, 70 was the aim"),
     ("6 programs choose by themselves", "decode step", "a gate without its last program: 870 us -> 800", "4,149 us", "-",
      "wrong by far: 4,096 programs that each rank 64 experts took 188 us a layer where reading a plan takes 19. Not kept"),
+    ("8 programs that walk", "decode step", "a dense product's programs stay, so that loads go on while sums are added", "872 -> 830 us", "-", "right, -4.8 %; the head alone makes half of it"),
+    ("8 sums for one head", "decode step", "attention reads next to nothing: without the matrix unit it waits less", "872 -> 845 us", "-", "right alone, -3.2 %; -0.6 % behind walking products"),
+    ("8 one token's choice", "decode step", "the gate reads next to nothing: without the table of many tokens it ends sooner", "827 -> 816 us", "-", "right, -1.4 %"),
+    ("8 start the next kernel early", "decode step", "it asks for its weights one kernel sooner", "872 -> 845 us; behind walking products 830 -> 848", "-", "right alone, wrong in company"),
+    ("8 prefetch into L2", "decode step", "memory is idle while the gate chooses: ask for what comes next", "+2 to +4 % in four variants, +56 % for the first expert", "-", "wrong, and by far where the choosing program asks"),
+    ("8 token before the wait", "decode step", "up reads it early, or its programs walk too", "+2.3 %, +4.4 %", "-", "wrong: the compiler leaves two or three loads under way instead of eight"),
+    ("8 all that paid, other tiles", "decode step", "70 % of the copy bandwidth: 796 us", "872 -> 808 us", "-", "missed by 12 us: 69 %, or 71 of what a kernel makes that only reads"),
     ("7 products of a wide layer", "dH", "at D = 7168 the finishing, 33 us a tile, hides behind a product of 80 to 90: 0.92 of dense", "613 (dense 702), 0.87", "-",
      "half of it, from 0.65 at shape 1. The other three that gather lack about as much, so it is no longer the finishing"),
     ("7 products of a wide layer", "up, dX rows, dW", "0.95 of dense or more where operands come by TMA, less where rows are gathered", "up 590 (682), dX rows 678 (656), dW up 596 (724), dW down 628 (694)", "-",
@@ -85,7 +92,7 @@ ENTRIES = [
 
 # %% ../../nbs/experts/03z_kernel_diary.ipynb #4aab6147
 #: What was measured where, by the first letter of a version.
-COLUMNS = {"5": ("one request", "16 requests"), "6": ("one request", "16 requests"), "7": ("shape 6", "elsewhere")}
+COLUMNS = {"5": ("one request", "16 requests"), "6": ("one request", "16 requests"), "8": ("one request", "16 requests"), "7": ("shape 6", "elsewhere")}
 
 def diary(part: str = "") -> str: # part: of the layer; empty for all
     "The entries as text."

@@ -41,7 +41,8 @@ def choose(logits_BV: Tensor, sampling: Sampling, u_B: Tensor) -> Tensor: # (B,)
     "The token of each row, given one uniform number a row. Ties go to the lowest id."
     if sampling.temperature == 0: return logits_BV.argmax(-1)
     z = logits_BV.float()
-    p, ids = ((z - z.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)      # the difference first: no temperature makes it inf
+    z = (z - z.amax(-1, keepdim=True)) / max(sampling.temperature, torch.finfo(z.dtype).tiny)      # the likeliest stays 0: a GPU multiplies by 1 / temperature, and 0 times inf would be NaN
+    p, ids = z.softmax(-1).sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(p, dtype=torch.bool)
     if sampling.top_k is not None: keep[:, sampling.top_k:] = False
     if sampling.top_p is not None: keep &= p.cumsum(-1) - p < sampling.top_p           # the token that crosses the border stays

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts.decode_kernels import after_previous, config, norm, pdl, skinny, tile_tokens
+from ..experts.decode_kernels import after_previous, config, norm, only_row, pdl, skinny, tile, tile_tokens
+from ..experts.row_kernels import device_limits
 
 # %% ../../nbs/inference/02a_step_kernels.ipynb #925f1908
 @triton.jit
@@ -40,28 +41,66 @@ def begin(ids: Tensor, # (B,) int64
 
 # %% ../../nbs/inference/02a_step_kernels.ipynb #4234caa6
 @triton.jit(do_not_specialize=["T"])
-def _linear_kernel(x_ptr, gain_ptr, w_ptr, residual_ptr, out_ptr, T, N, K: tl.constexpr, TP: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
-                   BN: tl.constexpr, BK: tl.constexpr):
+def _linear_kernel(x_ptr, w_ptr, residual_ptr, out_ptr, T, N, K: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     t, n = tl.program_id(1) * TP + tl.arange(0, TP), tl.program_id(0) * BN + tl.arange(0, BN)
     at = t[:, None] * N + n[None, :]
     ok = (t < T)[:, None] & (n < N)[None, :]
     if residual_ptr is not None: old = tl.load(residual_ptr + at, mask=ok, other=0.0)
-    y = skinny(x_ptr, gain_ptr, w_ptr + tl.program_id(0).to(tl.int64) * (BN * K), t, t < T, tl.arange(0, BN), n < N, K, BK, TP, BN, EPS, True, PDL)
+    after_previous(PDL)
+    y = skinny(x_ptr, None, w_ptr + tl.program_id(0).to(tl.int64) * (BN * K), t, t < T, tl.arange(0, BN), n < N, K, BK, TP, BN, 0.0)
     y = y.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None: y += old
     tl.store(out_ptr + at, y, mask=ok)
+
+# %% ../../nbs/inference/02a_step_kernels.ipynb #e84c326a
+@triton.jit
+def _linear_one_kernel(x_ptr, gain_ptr, w_ptr, residual_ptr, out_ptr, N, K: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                       STAGES: tl.constexpr):
+    k, i = tl.arange(0, BK), tl.arange(0, BN)
+    n = tl.program_id(0) * BN + i
+    w = tile(w_ptr, n.to(tl.int64), n < N, k, K, BK)
+    if residual_ptr is not None: old = tl.load(residual_ptr + n, mask=n < N, other=0.0)
+    x, scale = only_row(x_ptr, gain_ptr, k, K, EPS, PDL)
+    y = (tl.sum(w.to(tl.float32) * x[None, :], 1) * scale).to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None: y += old
+    tl.store(out_ptr + n, y, mask=n < N)
+    for m in tl.range(tl.program_id(0) + tl.num_programs(0), tl.cdiv(N, BN), tl.num_programs(0), num_stages=STAGES):      # said here, or the compiler leaves a loop without tl.dot as it is
+        n = m * BN + i
+        w = tile(w_ptr, n.to(tl.int64), n < N, k, K, BK)
+        y = (tl.sum(w.to(tl.float32) * x[None, :], 1) * scale).to(out_ptr.dtype.element_ty)
+        if residual_ptr is not None: y += tl.load(residual_ptr + n, mask=n < N, other=0.0)
+        tl.store(out_ptr + n, y, mask=n < N)
 
 def linear(x_TK: Tensor, w_NK: Tensor, gain: Tensor | None = None, eps: float = 1e-6,
            residual: Tensor | None = None, # (T,N), older than the kernel before this one
           ) -> Tensor: # (T,N)
     "residual + norm(x) @ w.T for 1 to 64 rows."
     (T, K), N, early = x_TK.shape, w_NK.shape[0], pdl(x_TK)
-    if T > 1: x_TK, gain = norm(x_TK, gain, eps), None
-    out, c, TP = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device), config("linear", T, K, x_TK.element_size()), tile_tokens(T)
-    _linear_kernel[(triton.cdiv(N, c["BN"]), triton.cdiv(T, TP))](x_TK, gain, w_NK, residual, out, T, N, K=K, TP=TP, EPS=eps, PDL=early, launch_pdl=early, **c)
+    out, c = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device), config("head" if N > 3 * K else "linear", T, K, x_TK.element_size())
+    shared, tiles, TP = dict(K=K, PDL=early, launch_pdl=early, **c), triton.cdiv(N, c["BN"]), tile_tokens(T)
+    if T == 1:
+        programs = min(tiles, device_limits(x_TK.device.index)[0] * max(1, 16 // c["num_warps"]))      # 16 warps on each multiprocessor
+        _linear_one_kernel[(programs,)](x_TK, gain, w_NK, residual, out, N, EPS=eps, STAGES=c["num_stages"], **shared)
+    else: _linear_kernel[(tiles, triton.cdiv(T, TP))](norm(x_TK, gain, eps), w_NK, residual, out, T, N, TP=TP, **shared)
     return out
 
 # %% ../../nbs/inference/02a_step_kernels.ipynb #716249f4
+@triton.jit
+def _merge(part_ptr, counter_ptr, out_ptr, last, G: tl.constexpr, HD: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr):
+    "Whoever finishes last adds up its head's stretches, in order; the newest token is in stretch `last`."
+    tl.debug_barrier()
+    if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(counter_ptr + tl.program_id(0), 0)
+        z, f = tl.arange(0, SP), tl.arange(0, HD)
+        some = z <= last                                            # stretches with a token
+        parts = part_ptr + (tl.program_id(0) * SPLITS + z).to(tl.int64) * (G * (HD + 2))
+        for j in tl.static_range(G):
+            ms = tl.load(parts + G * HD + j, mask=some, other=-1e30, cache_modifier=".cg")
+            ls = tl.load(parts + G * (HD + 1) + j, mask=some, other=0.0, cache_modifier=".cg")
+            ys = tl.load(parts[:, None] + j * HD + f[None, :], mask=some[:, None], other=0.0, cache_modifier=".cg")
+            share = tl.exp(ms - tl.max(ms, 0))
+            tl.store(out_ptr + (tl.program_id(0) * G + j) * HD + f, (tl.sum(share[:, None] * ys, 0) / tl.sum(share * ls, 0)).to(out_ptr.dtype.element_ty))
+
 @triton.jit
 def _attend(q1, q2, k1, k2, v, old, m, l, acc, SCALE: tl.constexpr):
     "Softmax over some more keys, so far."
@@ -118,20 +157,51 @@ def _attention_kernel(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, at_ptr, out_ptr, 
         tl.store(mine + g[:, None] * HD + f[None, :], acc, mask=(g < G)[:, None])
         tl.store(mine + G * HD + g, m, mask=g < G)
         tl.store(mine + G * (HD + 1) + g, l, mask=g < G)
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(counter_ptr + tl.program_id(0), 0)
-            z = tl.arange(0, SP)
-            some = z <= n // CHUNK                                  # stretches with a token
-            parts = part_ptr + (tl.program_id(0) * SPLITS + z).to(tl.int64) * (G * (HD + 2))
-            for j in tl.static_range(G):
-                ms = tl.load(parts + G * HD + j, mask=some, other=-1e30, cache_modifier=".cg")
-                ls = tl.load(parts + G * (HD + 1) + j, mask=some, other=0.0, cache_modifier=".cg")
-                ys = tl.load(parts[:, None] + j * HD + f[None, :], mask=some[:, None], other=0.0, cache_modifier=".cg")
-                share = tl.exp(ms - tl.max(ms, 0))
-                tl.store(out_ptr + (b * H + head * G + j) * HD + f, (tl.sum(share[:, None] * ys, 0) / tl.sum(share * ls, 0)).to(out_ptr.dtype.element_ty))
+        _merge(part_ptr, counter_ptr, out_ptr, n // CHUNK, G, HD, SPLITS, SP)
 
 # %% ../../nbs/inference/02a_step_kernels.ipynb #eab8ea4d
+@triton.jit(do_not_specialize=["SIZE"])
+def _attention_one_kernel(qkv_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, at_ptr, out_ptr, part_ptr, counter_ptr, SIZE, H: tl.constexpr, HD: tl.constexpr,
+                          CHUNK: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, PDL: tl.constexpr):
+    HALF: tl.constexpr = HD // 2
+    SCALE: tl.constexpr = HD ** -0.5
+    head, split = tl.program_id(0), tl.program_id(1)
+    d, f, i = tl.arange(0, HALF), tl.arange(0, HD), split * CHUNK + tl.arange(0, CHUNK)
+    base = head.to(tl.int64) * SIZE * HD
+    n = tl.load(at_ptr).to(tl.int32)                                # tokens there were: all that is read up to here is older than this layer
+    cos, sin = tl.load(cos_ptr + d), tl.load(sin_ptr + d)
+    old = i < n
+    kp = k_ptr + base + i[:, None] * HD + d[None, :]
+    lo, hi = tl.load(kp, mask=old[:, None], other=0.0), tl.load(kp + HALF, mask=old[:, None], other=0.0)
+    v = tl.load(v_ptr + base + i[:, None] * HD + f[None, :], mask=old[:, None], other=0.0)
+    after_previous(PDL)
+    kind = k_ptr.dtype.element_ty
+    row = qkv_ptr + head * HD
+    left, right = tl.load(row + d).to(tl.float32), tl.load(row + HALF + d).to(tl.float32)
+    x, y = tl.load(row + H * HD + d).to(tl.float32), tl.load(row + H * HD + HALF + d).to(tl.float32)
+    new_v = tl.load(row + 2 * H * HD + f)
+    q1, q2 = (left * cos - right * sin).to(kind).to(tl.float32), (right * cos + left * sin).to(kind).to(tl.float32)
+    k1, k2 = (x * cos - y * sin).to(kind), (y * cos + x * sin).to(kind)
+    mine = n // CHUNK == split                                      # the new token is this stretch's
+    z = tl.where(mine, SCALE * tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32), 0), -1e30)
+    score = tl.where(old, SCALE * tl.sum(lo.to(tl.float32) * q1[None, :] + hi.to(tl.float32) * q2[None, :], 1), -float("inf"))
+    m = tl.maximum(z, tl.max(score, 0))
+    p, own = tl.exp(score - m), tl.where(mine, tl.exp(z - m), 0.0)
+    l = tl.sum(p, 0) + own
+    acc = tl.sum(p[:, None] * v.to(tl.float32), 0) + own * new_v.to(tl.float32)
+    if mine:
+        tl.store(k_ptr + base + n * HD + d, k1)
+        tl.store(k_ptr + base + n * HD + HALF + d, k2)
+        tl.store(v_ptr + base + n * HD + f, new_v)
+    if SPLITS == 1: tl.store(out_ptr + head * HD + f, (acc / l).to(out_ptr.dtype.element_ty))
+    else:
+        part = part_ptr + (head * SPLITS + split).to(tl.int64) * (HD + 2)
+        tl.store(part + f, acc)
+        tl.store(part + HD, m)
+        tl.store(part + HD + 1, l)
+        _merge(part_ptr, counter_ptr, out_ptr, n // CHUNK, 1, HD, SPLITS, SP)
+
+# %% ../../nbs/inference/02a_step_kernels.ipynb #f607fd34
 def stretch(size: int, heads: int) -> int: # cached tokens, requests times heads
     "Tokens of a program: about two programs a multiprocessor of an H200, 64 to 512 tokens each."
     return max(64, min(512, triton.next_power_of_2(size * heads // 256 or 1)))
@@ -149,7 +219,8 @@ def attention(qkv: Tensor, # (B, (H + 2*KV) * hd), before the rotation
     splits = triton.cdiv(size, chunk)
     out = torch.empty(B, heads * HD, dtype=qkv.dtype, device=qkv.device)
     part = torch.empty(B * KV * splits * heads // KV * (HD + 2) if splits > 1 else 1, dtype=torch.float32, device=qkv.device)
-    _attention_kernel[(B * KV, splits)](qkv, cos, sin, k, v, at, out, part, counters, size, H=heads, KV=KV, HD=HD,
-                                        GP=max(16, triton.next_power_of_2(heads // KV)), BS=64, CHUNK=chunk, SPLITS=splits, SP=triton.next_power_of_2(splits), PDL=early, launch_pdl=early,
-                                        num_warps=4, num_stages=3)
+    where = (qkv, cos, sin, k, v, at, out, part, counters, size)
+    shared = dict(H=heads, HD=HD, CHUNK=chunk, SPLITS=splits, SP=triton.next_power_of_2(splits), PDL=early, launch_pdl=early, num_warps=4)
+    if B == 1 and KV == heads and chunk == 64: _attention_one_kernel[(KV, splits)](*where, num_stages=1, **shared)
+    else: _attention_kernel[(B * KV, splits)](*where, KV=KV, GP=max(16, triton.next_power_of_2(heads // KV)), BS=64, num_stages=3, **shared)
     return out
