@@ -129,7 +129,7 @@ def study_jobs() -> list[tuple[str, int, float]]: # (variant, seed, rate)
     return [(name, seed, rate) for name in variants() for rate in RATES for seed in (3, 0, 1, 2)]
 
 def study_run(job: tuple[str, int, float], corpus: Corpus, out: str | Path, steps: int = 1000, device=None) -> dict:
-    "One run of the study: loss on `tune`, where rates are chosen, and on `valid`, which is reported."
+    "One run of the study: loss on the part *tune*, where rates are chosen, and on *valid*, which is reported."
     name, seed, rate = job
     config = replace(recipe(steps, seed, rate), eval_every=steps, save_every=steps)
     model, log = fit(variants(corpus.vocab_size)[name], config, corpus, Path(out) / f"{name}-{seed}-{rate}", device)
@@ -137,7 +137,7 @@ def study_run(job: tuple[str, int, float], corpus: Corpus, out: str | Path, step
     return {"name": name, "seed": seed, "rate": rate, "tune": loss["tune"]["valid"], "valid": loss["valid"]["valid"], "dropped": loss["valid"].get("dropped", 0.)}
 
 def summary(runs: list[dict], rate: float = 4e-3) -> dict[str, dict]:
-    "For each variant: mean and standard deviation over seeds 0-2 at `rate` and at the rate that seed 3 found best on `tune`."
+    "For each variant: mean and standard deviation over seeds 0-2 at `rate` and at the rate that seed 3 found best on *tune*."
     out = {}
     for name in dict.fromkeys(o["name"] for o in runs):
         mine = [o for o in runs if o["name"] == name]

@@ -46,7 +46,7 @@ def ways(model: Model, cluster: Cluster, tokens: int, seq: int, imbalance: float
 PYRAMID = {"350M+MoE-128": "350M+PR-MoE-32/64", "1.3B+MoE-128": "1.3B+PR-MoE-64/128"}      # same quality (arXiv 2201.05596, table 3)
 
 def ideas(model: Model, cluster: Cluster, tokens: int = 2**22, seq: int = 4096, imbalance: float = 1.5) -> list[Idea]:
-    """What each system's idea is worth here, the best first. `tokens` of a step over the whole cluster; `imbalance`: load of the
+    """What each system's idea is worth here, the best first. `tokens` of a step over the whole cluster; imbalance: load of the
     busiest device over the mean before anything is done about it. ValueError if the model has no experts or nothing fits."""
     if not any(l.experts for l in model.layers): raise ValueError(f"model must have experts, {model.name} has none")
     found, each = ways(model, cluster, tokens, seq, imbalance), tokens // cluster.num_devices

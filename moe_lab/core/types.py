@@ -70,10 +70,10 @@ def count_experts(expert: Tensor, # ids, any shape, int64; -1 counts nowhere
 class Dispatch:
     """A routing in expert order. An assignment is one (token, choice) pair, with flat id `t*k + j`.
 
-    `counts` (E,) int64 rows each expert computes; `offsets` (E+1,) int64, its exclusive prefix sum;
+    `counts (E,)` int64, rows each expert computes; `offsets (E+1,)` int64, its exclusive prefix sum;
     `order` (T*k,) int64: the assignments in expert order, kept ones first (`offsets[-1]` of them), the rest behind;
     `slot` (T,k) int64: an assignment's row inside its expert, -1 if dropped or no expert;
-    `expert` (T,k) int64 as routed; `capacity`: rows an expert has in a padded buffer (E,C,D), None when dropless.
+    `expert (T,k)` int64 as routed; capacity: rows an expert has in a padded buffer (E,C,D), None when dropless.
     """
     counts: Tensor
     offsets: Tensor
@@ -140,7 +140,7 @@ class Level:
     """One level of a cluster: `size` children joined by links that each child owns.
 
     A link is `ports` equal ports, shared out evenly among the devices below (1: all share it; 8 for a node of
-    8 GPUs: a NIC each). `bandwidth` [B/s]: what one port sends and at the same time receives; `latency` [s] a message;
+    8 GPUs: a NIC each). `bandwidth [B/s]`: what one port sends and at the same time receives; `latency [s]` a message;
     `half_size` [B]: message size that reaches half the bandwidth (efficiency s/(s+half_size); 0: always full).
     """
     name: str

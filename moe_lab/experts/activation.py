@@ -22,7 +22,7 @@ aten = torch.ops.aten
 class Activation(NamedTuple):
     """`forward(pre) -> h`; `backward(pre, dh) -> (h, dpre)`: nobody stores h, and both are made of the same parts.
 
-    `halves` is 2 for a gated activation (pre is gate|up), else 1.
+    `halves = 2` for a gated activation (pre is gate|up), else 1.
     """
     halves: int
     forward: Callable[[Tensor], Tensor]

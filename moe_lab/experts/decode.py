@@ -24,7 +24,7 @@ class DecodePlan(NamedTuple):
     """Who goes where, for T tokens with k choices among E experts; `S = min(E, T*k)` slots.
 
     `expert` (T,k) int64, `weight` (T,k), `probs` and `logits` (T,E) as in a `Routing`. `active` (S+1,) int32: the expert of each slot,
-    -1 behind the last, then their number. `table` (S,T) int32: the assignments t*k + j to the slot's expert, by token, -1 behind the last (rows of used slots only)."""
+    -1 behind the last, then their number. `table (S,T)` int32: the assignments t*k + j to the slot's expert, by token, -1 behind the last (rows of used slots only)."""
     expert: Tensor
     weight: Tensor
     probs: Tensor

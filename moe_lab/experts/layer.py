@@ -149,8 +149,8 @@ class Local:
 class Aux:
     """What a layer tells besides its output. The losses are scalars of the graph, to be added with a coefficient; made when asked for.
 
-    `balance`: Switch's loss, 1 when balanced; `z`: router z-loss; `counts` (E,): assignments to each expert before any drop;
-    `dropped`: share of assignments dropped; `routing`: for any other loss or statistic.
+    `balance`: Switch's loss, 1 when balanced; `z`: router z-loss; `counts (E,)`: assignments to each expert before any drop;
+    `dropped`: share of assignments dropped; `aux.routing`: for any other loss or statistic.
     """
     dropped: Tensor
     routing: Routing

@@ -117,7 +117,7 @@ def topology_from_counts(counts: Tensor, # (E,) int rows of each expert before p
                          block: int = 128, # side of a block
                          rows: int | None = None, # rows of the matrix, at least the padded number; None asks the device
                         ) -> Topology: # (rows, E*F)
-    "The block-diagonal topology of E experts, built where `counts` is. `rows=None` costs the one host sync, for the size."
+    "The block-diagonal topology of E experts, built where the counts are. `rows=None` costs the one host sync, for the size."
     if counts.ndim != 1 or not counts.shape[0] or counts.is_floating_point():
         raise TypeError(f"counts must be a 1-D integer tensor of at least one expert, got {counts.dtype} {tuple(counts.shape)}")
     if d_hidden < 1 or d_hidden % block: raise ValueError(f"d_hidden must be a multiple of block={block}, got {d_hidden}")

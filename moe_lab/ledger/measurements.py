@@ -124,7 +124,7 @@ def pieces_gain(ranks: int, folder=None) -> float:
 
 # %% ../../nbs/ledger/03_measurements.ipynb #9465fe8c
 def busiest(trace: str = "free", share: float = 10 / 64) -> float:
-    "What the busiest `share` of the experts took of a recorded training, over their even share."
+    "What the busiest share of the experts took of a recorded training, over their even share."
     counts = np.sort(recorded(trace).sum((0, 1)))
     n = round(share * len(counts))
     return float(counts[-n:].sum() / counts.sum() * len(counts) / n)

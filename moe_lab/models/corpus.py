@@ -139,7 +139,7 @@ def load_corpus(data: str | Path | list | None = None, # see `read_docs`
 def _order(n, seed, epoch): return torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 class Windows:
-    "`windows[step]` -> inputs and targets, (batch_size, context) int64 each. Depends only on the tokens, the sizes, `seed` and `step`."
+    "`windows[step]` -> inputs and targets, (batch_size, context) int64 each. Depends only on the tokens, the sizes, seed and step."
     def __init__(self, tokens: Tensor, context: int, batch_size: int, seed: int = 0):
         self.n = (len(tokens) - 1) // context if context > 0 else 0
         if self.n < 1: raise ValueError(f"context must be in [1, {len(tokens) - 1}], one less than there are tokens, got {context}")

@@ -103,7 +103,7 @@ def chunked_losses(h_TD: Tensor, W_VD: Tensor, # the student's features and outp
 
 # %% ../../nbs/models/05_distill.ipynb #d2cbdb3f
 class TeacherCache:
-    "Features of a teacher for the batch of each step, in `folder`: computed once, then read. The teacher must not change after."
+    "Features of a teacher for the batch of each step, in the given folder: computed once, then read. The teacher must not change after."
     def __init__(self, folder: str | Path, teacher: GPT):
         self.folder, self.teacher = Path(folder), teacher
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def teach(teacher: GPT, x_BS: Tensor) -> Tensor: # (B,S,D)
 # %% ../../nbs/models/05_distill.ipynb #451ee274
 @dataclass(frozen=True, eq=False)
 class Distill:
-    """An objective for `fit`: CE + alpha * KL while step < stop * steps, CE alone after; routing losses all along.
+    """An objective for `moe_lab.models.train.fit`: CE + alpha * KL while step < stop * steps, CE alone after; routing losses all along.
 
     `stop` 1: full distillation; 0, or alpha 0: none. The log gets `kd`, the KL in nats a token before alpha.
     """

@@ -122,7 +122,7 @@ class Recipe:
 # %% ../../nbs/models/06_zoo.ipynb #98b50d19
 @dataclass(frozen=True)
 class Model:
-    """A model of a paper: `layers` and what surrounds them. `published` holds the printed totals."""
+    """A model of a paper: `layers` and what surrounds them. *published* holds the printed totals."""
     name: str
     layers: tuple[Layer, ...]
     vocab: int = 0                         # 0: not given, so not counted

@@ -55,7 +55,7 @@ def capacity(num_tokens: int, # T, real tokens of this rank
 
 # %% ../../nbs/routing/03_capacity.ipynb #7fc26351
 def needed(r: Routing, group=None) -> int:
-    "The most assignments an expert has, the largest over the ranks of `group`. Waits for the device once."
+    "The most assignments an expert has, the largest over the ranks of the group. Waits for the device once."
     n = r.counts().max()
     if group is not None: dist.all_reduce(n, dist.ReduceOp.MAX, group=group)
     return int(n)

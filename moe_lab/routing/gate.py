@@ -294,7 +294,7 @@ class TopKGate(nn.Module):
 
     `score`: 'softmax' or 'sigmoid', over all experts, or with `score_first=False` softmax over the chosen ones.
     `renormalize`: weights sum to 1 (None: when top_k > 1). `scale` multiplies the weights at the end.
-    `groups`, `keep_groups`: choose inside the best groups only. `bias`: a buffer added to the scores when choosing, never
+    `groups, keep_groups`: choose inside the best groups only. `bias`: a buffer added to the scores when choosing, never
     when weighing (moved by `update_bias`). `noise`: kinds of `Noise`. `router`: module (T,D) -> logits (T,E), default `LinearRouter`.
     """
     def __init__(self, d_model: int, num_experts: int, top_k: int = 2, *, score: str = "softmax", score_first: bool = True,
