@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT))
 import yaml
 from nbdev import showdoc
 from nbdev.config import get_config
-from nbdev.processors import FilterDefaults, exec_show_docs, mv_exports
+from nbdev.doclinks import NbdevLookup
+from nbdev.processors import FilterDefaults, add_links, exec_show_docs, mv_exports
 from nbdev.process import Processor
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve_drv import exec_nb
@@ -52,10 +53,16 @@ def signature(node, module):
     return f"({', '.join(fields)})" if fields else next((s for b in bases if (s := signature(b, module))), "")
 
 
+def module_of(book):
+    "The module that a notebook makes, None for a page alone."
+    m = re.search(r"#\| ?default_exp (\S+?)[\\\"\s]", book.read_text())
+    return m and m[1]
+
+
 def reference():
     "A notebook of all public functions and classes: signature, first line of what they say, link to the page that makes them."
     text = ["---\ntitle: reference\ndescription: Every public function and class, with its signature, on the way to the page that makes it\noutput-file: reference.html\n---"]
-    modules = {m[1]: p.relative_to(NBS) for p in sorted(NBS.rglob("*.ipynb")) if (m := re.search(r"#\| ?default_exp (\S+?)[\\\"\s]", p.read_text()))}
+    modules = {m: p.relative_to(NBS) for p in sorted(NBS.rglob("*.ipynb")) if (m := module_of(p))}
     rooms, last = [*ROOMS], None
     def place(m): return (rooms.index(r) if (r := m[0].partition(".")[0]) in rooms else len(rooms) + ("." not in m[0]), m[1].as_posix())
     for name, book in sorted(modules.items(), key=place):
@@ -119,10 +126,30 @@ class source_last(Processor):
             cells[i:end] = [*reversed(cells[i + 1:end]), cells[i]]
 
 
+class links(Processor):
+    "nbdev's links of names to their pages, but what this page makes is meant before others, a parameter is none of them, and code has no links."
+    def begin(self):
+        self.find = NbdevLookup()
+        own = f"moe_lab.{module_of(Path(self.nb.path_))}."
+        self.pages = self.find.syms | {name.removeprefix(own): page for name, page in self.find.syms.items() if name.startswith(own)}
+
+    def linked(self, text, without=()):
+        self.find.syms = {name: page for name, page in self.pages.items() if name not in without}
+        return self.find.linkify(text)
+
+    def cell(self, cell):
+        if cell.cell_type == "markdown": cell.source = self.linked(cell.source)
+        for o in cell.get("outputs", []):
+            if "text/markdown" not in (data := o.get("data", {})): continue
+            text = "".join(data["text/markdown"])
+            code = re.search(r"^```.*?^```", text, re.M | re.S)
+            data["text/markdown"] = self.linked(text, set(re.findall(r"[(,\n]\s*\**(\w+)", re.sub(r"#.*", "", code[0]))) if code else ())
+
+
 class Filter(FilterDefaults):
     "nbdev's processing of a notebook for readers."
     def base_procs(self):
-        ours = {exec_show_docs: show_docs, mv_exports: source_last}
+        ours = {exec_show_docs: show_docs, add_links: links, mv_exports: source_last}
         return [show_source, *(ours.get(p, p) for p in super().base_procs())]
 
 

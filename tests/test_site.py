@@ -63,6 +63,14 @@ def test_sidebar_lists_every_page(docs):
     assert listed.index("core/types.html") < listed.index("core/backend.html") < listed.index("routing/gate.html")     # by number and room
 
 
+def test_names_lead_to_what_they_mean(docs):
+    "A name that its page makes leads there, a parameter nowhere, and code has no links."
+    text = (docs / "placement/arena.html").read_text()
+    assert 'href="../hybrid_ep/curves.html#run"' not in text and ">across</code></a>" not in text
+    assert [p.relative_to(docs).as_posix() for p in docs.rglob("*.html")
+            if any("[`" in c and "](" in c[c.index("[`"):].partition("\n")[0] for c in re.findall(r"<pre.*?</pre>", p.read_text(), re.S))] == []
+
+
 def test_links_and_alt_texts(docs):
     ids = {p: set(re.findall(r'\bid="([^"]+)"', p.read_text())) for p in docs.rglob("*.html")}
     bad = []
