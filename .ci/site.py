@@ -14,7 +14,7 @@ import yaml
 from nbdev import showdoc
 from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
-from nbdev.processors import FilterDefaults, add_links, exec_show_docs, mv_exports
+from nbdev.processors import FilterDefaults, add_fold, add_links, exec_show_docs, mv_exports
 from nbdev.process import Processor
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve_drv import exec_nb
@@ -146,10 +146,20 @@ class links(Processor):
             data["text/markdown"] = self.linked(text, set(re.findall(r"[(,\n]\s*\**(\w+)", re.sub(r"#.*", "", code[0]))) if code else ())
 
 
+class fold(Processor):
+    "Source stands open where a page teaches by it, and behind a click where readers come for figures and tables."
+    def begin(self):
+        room = Path(self.nb.path_).relative_to(NBS).parent.name
+        self.how = "true" if room in ("", "bench", "ledger", "viz") else "show"
+
+    def cell(self, cell):
+        if cell.cell_type == "code" and "exports" in cell.directives_: cell.source = f'#| code-fold: {self.how}\n#| code-summary: "Exported source"\n{cell.source}'
+
+
 class Filter(FilterDefaults):
     "nbdev's processing of a notebook for readers."
     def base_procs(self):
-        ours = {exec_show_docs: show_docs, add_links: links, mv_exports: source_last}
+        ours = {exec_show_docs: show_docs, add_fold: fold, add_links: links, mv_exports: source_last}
         return [show_source, *(ours.get(p, p) for p in super().base_procs())]
 
 
