@@ -25,8 +25,8 @@ def latency_parts() -> go.Figure:
     for part, colour in _colours.items():
         fig.add_bar(y=[list(t) for t in zip(*(label for label, _ in bars))], x=[1e3 * t[part] for _, t in bars], name=part, orientation="h", marker_color=colour,
                     hovertemplate=part + ": %{x:.1f} ms<extra></extra>")
-    fig.add_vline(x=25, line_dash="dot", annotation_text="25 ms")
-    return fig.update_layout(title="Time of one token on A100s (simulated)", barmode="stack", xaxis_title="ms", yaxis=dict(autorange="reversed"), height=520)
+    fig.add_vline(x=25, line_dash="dot", line_color="#808080")
+    return fig.update_layout(title="Time of one token on A100s (simulated)", barmode="stack", xaxis_title="ms (dotted: 25)", yaxis=dict(autorange="reversed"), height=520)
 
 # %% ../../nbs/viz/10_serving.ipynb #80331ad9
 def messages(gpus=(8, 16, 32, 64, 128, 256), degrees=(2, 4, 8)) -> go.Figure:
