@@ -40,9 +40,18 @@ def kernels(group):
 def git(*args): return subprocess.run(["git", "-C", ROOT, *args], check=True, capture_output=True, text=True).stdout.strip()
 
 
+def program(source):
+    "What a file does: its tree without comments and docstrings."
+    tree = ast.parse(source)
+    for n in ast.walk(tree):
+        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(n) is not None: n.body = n.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
 def merge(path):
     kind, commit = path.stem.split("-")
-    raw, differ = json.loads(path.read_text()), set(git("diff", "--name-only", commit, "HEAD", "--", "moe_lab").splitlines())
+    raw, files = json.loads(path.read_text()), git("diff", "--name-only", "--diff-filter=M", commit, "HEAD", "--", "moe_lab/**.py").splitlines()
+    differ = {f for f in files if program(git("show", f"{commit}:{f}")) != program(git("show", f"HEAD:{f}"))}
     changed = lambda group: sorted(Path(f).stem for f in kernels(group) & differ)
     out = dict(kind=kind, commit=commit, date=git("log", "-1", "--format=%cs", commit), **{k: raw[k] for k in ("device", "torch", "triton")})
     if kind == "sanitize":
