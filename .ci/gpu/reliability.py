@@ -50,8 +50,8 @@ def program(source):
 
 def merge(path):
     kind, commit = path.stem.split("-")
-    raw, files = json.loads(path.read_text()), git("diff", "--name-only", "--diff-filter=M", commit, "HEAD", "--", "moe_lab/**.py").splitlines()
-    differ = {f for f in files if program(git("show", f"{commit}:{f}")) != program(git("show", f"HEAD:{f}"))}
+    raw, files = json.loads(path.read_text()), lambda how: git("diff", "--name-only", f"--diff-filter={how}", commit, "HEAD", "--", "moe_lab/**.py").splitlines()
+    differ = {*files("A"), *(f for f in files("M") if program(git("show", f"{commit}:{f}")) != program(git("show", f"HEAD:{f}")))}
     changed = lambda group: sorted(Path(f).stem for f in kernels(group) & differ)
     out = dict(kind=kind, commit=commit, date=git("log", "-1", "--format=%cs", commit), **{k: raw[k] for k in ("device", "torch", "triton")})
     if kind == "sanitize":
