@@ -274,7 +274,7 @@ _order = (1, 4, 6, 3, 2, 5, 7, 8)                        # of the kernel benchma
 
 def _work(cuda, W, quick):
     "section -> (longest stay [s], rows, arguments)."
-    small, rounds = not cuda or quick, 5 if cuda else 1
+    small, rounds = not cuda or quick, 5 if cuda else 1     # narrow experts on a CPU: rows must cost more to send than noise does
     wide = max(8192 // (64 * W), 1) * 64 * W             # a width that W ranks can slice
     sizes = [2**12, 2**15, 2**18] if small else [2**i for i in range(16, 31, 2)]
     layers = _tiny if not cuda else {n: SHAPES[n] for n in _order[:2 if quick else None]}
@@ -283,8 +283,8 @@ def _work(cuda, W, quick):
     fusions = dict(gemm=fused.GEMM_SHAPES[:1] + fused.FEW_SHAPES[2:3], embedding=fused.EMB_SHAPES[:1], gemv=fused.GEMV_SHAPES[:1])
     work = dict(exchange=(60, run_exchange, sizes, 5 * rounds), layer=(120, run_scaling, layers, rounds), switch=(50, run_switch, switch, rounds),
                 pipeline=(45, run_pipeline, pipeline, (1, 2, 4, 8), rounds))
-    work |= dict(placement=(50, run_placement, [(4096, 128, 64, 2 * W)] if not cuda else [(16384, 2048, 1024, 8 * W)], rounds),
-                 trace=(50, run_trace, [(4096, 128, 64)] if not cuda else [(16384, 2048, 1024)], 8 if small else 40))
+    work |= dict(placement=(50, run_placement, [(4096, 256, 32, 2 * W)] if not cuda else [(16384, 2048, 1024, 8 * W)], rounds),
+                 trace=(50, run_trace, [(4096, 256, 32)] if not cuda else [(16384, 2048, 1024)], 8 if small else 40))
     if W % 2 == 0:
         size = GPTConfig(256, d_model=32, num_layers=2, num_heads=4, d_hidden=64, experts=W, top_k=2, activation="gelu")
         if cuda: size = replace(size, d_model=1024, num_heads=16, d_hidden=4096)
