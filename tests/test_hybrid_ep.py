@@ -69,13 +69,13 @@ def test_a_rank_without_experts_steps():
 
 @settings(max_examples=25)
 @given(st.sampled_from([("normal", 1e-3), ("normal", 1e-5), ("heavy", 1e-3), ("light", 1e-5)]), st.floats(.6, 300), st.integers(0, 10**6))
-def test_the_threshold_follows_its_count(case, ratio, seed): # one step moves an entry by less than the tail is wide
+def test_the_threshold_follows_its_count(case, ratio, seed): # one step moves an entry by less than the tail is wide; of a few dozen entries chance alone may leave the band
     (tail, lr), g = case, torch.Generator().manual_seed(seed)
-    w = torch.randn(2, 8192, generator=g)
+    w = torch.randn(2, 65536, generator=g)
     p = torch.nn.Parameter(dict(normal=w, heavy=w ** 3, light=w.tanh())[tail].clone())
-    opt = SRAdamW({p: torch.zeros(8192)}, ratio, lr=lr)
-    for _ in range(10): p.grad = torch.randn(2, 8192, generator=g); opt.step()
-    assert opt.exact <= 3
+    opt = SRAdamW({p: torch.zeros(65536)}, ratio, lr=lr)
+    for _ in range(10): p.grad = torch.randn(2, 65536, generator=g); opt.step()
+    assert opt.exact <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
